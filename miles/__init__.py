@@ -1,0 +1,24 @@
+"""miles: post-training of language models as a small core loop and plugins.
+
+This module is the public facade: data types, errors, protocols and the hook marker. Start reading at
+`miles.loop`. It imports no torch, hydra or stevedore.
+"""
+
+from miles import errors, protocols, types
+from miles.errors import *  # noqa: F403
+from miles.hookspecs import hookimpl
+from miles.protocols import *  # noqa: F403
+from miles.seeds import derive_seed
+from miles.settings import RunKeys, Settings
+from miles.types import *  # noqa: F403
+
+__version__ = "0.1.0"
+__all__ = [
+    "RunKeys",
+    "Settings",
+    "derive_seed",
+    "hookimpl",
+    *errors.__all__,
+    *protocols.__all__,
+    *types.__all__,
+]

@@ -1,0 +1,142 @@
+"""Every error miles raises on purpose, in one tree.
+
+The first line of a message says what and where; hints are attached with `add_note`. All errors survive
+pickling, because they cross process boundaries. This module holds no behaviour beyond wording.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BufferStarved",
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "EngineError",
+    "EpisodeError",
+    "EpisodeTimeout",
+    "MilesError",
+    "PluginConflict",
+    "PluginError",
+    "PluginLoadError",
+    "PluginNotFound",
+    "PluginVersionError",
+    "RolloutError",
+    "RunError",
+    "SampleError",
+    "SandboxError",
+    "TokenMismatch",
+    "TrainerError",
+    "WeightSyncError",
+    "WorkerError",
+    "choices",
+]
+
+
+def choices(wrong: str, valid: Iterable[str]) -> str:
+    """Words for "what instead": the close match, if there is one, and every valid choice, sorted."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}valid: {', '.join(names) or '(none)'}"
+
+
+class MilesError(Exception):
+    """The root: `except MilesError` catches everything miles means to say."""
+
+    @property
+    def detail(self) -> str:
+        """The message with its notes, as one string for logs and reports."""
+        return "\n".join([str(self), *getattr(self, "__notes__", ())])
+
+
+class ConfigError(MilesError):
+    """The configuration cannot be used: kind, component, key, file and the valid choices are in the text."""
+
+
+class PluginError(MilesError):
+    """A plugin could not be used."""
+
+
+class PluginNotFound(PluginError):
+    """No installed plugin offers that name."""
+
+
+class PluginConflict(PluginError):
+    """Two distributions claim one name; both are named."""
+
+
+class PluginLoadError(PluginError):
+    """Importing a plugin raised; the original error is the cause."""
+
+
+class ContractError(PluginError):
+    """A component does not do what its kind's protocol says."""
+
+
+class PluginVersionError(PluginError):
+    """A plugin differs from the one a checkpoint or another process uses."""
+
+
+class SampleError(MilesError):
+    """A sample breaks one of its own invariants."""
+
+
+class TokenMismatch(SampleError):
+    """Tokens do not extend what was stored: the first index that differs, both sides decoded."""
+
+
+class RolloutError(MilesError):
+    """Something went wrong inside one episode; the loop turns it into a value with `reason`."""
+
+    reason = "rollout_error"
+
+
+class EpisodeError(RolloutError):
+    """The environment's own code failed, or gave an unusable value."""
+
+    reason = "episode_error"
+
+
+class SandboxError(RolloutError):
+    """A sandbox could not be opened or used."""
+
+    reason = "sandbox_error"
+
+
+class EngineError(RolloutError):
+    """An engine failed to answer a request."""
+
+    reason = "engine_error"
+
+
+class EpisodeTimeout(RolloutError):
+    """An episode ran past its deadline."""
+
+    reason = "timeout"
+
+
+class RunError(MilesError):
+    """The run as a whole cannot go on."""
+
+
+class WorkerError(RunError):
+    """A worker process died, hung, or raised; its name and the remote traceback are in the text."""
+
+
+class WeightSyncError(RunError):
+    """Weights on an engine are not the trainer's."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged, incomplete, or belongs to another configuration."""
+
+
+class TrainerError(RunError):
+    """The trainer refused or failed a step."""
+
+
+class BufferStarved(RunError):
+    """The trainer waited too long for groups; what was seen is in the text."""

@@ -1,0 +1,86 @@
+"""The loop's own keys: everything in `conf/config.yaml` that does not belong to a component.
+
+Only data and the rules between the keys; composing and reading files is `miles.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["RunKeys", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunKeys:
+    """Where a run lives."""
+
+    dir: str = "runs"
+    """Folder that holds run directories."""
+    name: str = ""
+    """Name of this run's directory; empty makes one from the experiment, date and time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Keys of the loop. One instance a stage."""
+
+    run: RunKeys = field(default_factory=RunKeys)
+    """Where the run lives."""
+    experiment: str = ""
+    """Name of the chosen experiment, for the record."""
+    seed: int = 0
+    """Every random choice of the run derives from it."""
+    steps: int = 100
+    """Trainer steps of the stage; 0 only evaluates."""
+    groups_per_step: int = 8
+    """Groups the trainer takes a step."""
+    samples_per_group: int = 8
+    """Attempts at each task."""
+    max_lag: int = 0
+    """Oldest a trained token may be, in trainer steps; 0 is synchronous."""
+    concurrency: int = 256
+    """Trajectories in flight at most."""
+    oversample: int = 0
+    """Groups started beyond what a step needs; the surplus is dropped as `surplus` when max_lag is 0."""
+    granularity: Literal["auto", "group", "sample"] = "auto"
+    """What frees a place: the whole group or each trajectory; auto is group when max_lag is 0."""
+    capacity_factor: float = 2.0
+    """Finished groups the buffer may hold, in steps."""
+    take_order: Literal["fifo", "freshest", "started"] = "fifo"
+    """Which finished groups the trainer takes first."""
+    unused: Literal["drop", "retry"] = "drop"
+    """What becomes of a task whose group grew too old."""
+    last_batch: Literal["keep", "drop"] = "keep"
+    """Whether a last short batch is trained on when tasks run out."""
+    publish_every: int = 1
+    """Trainer steps between publishes."""
+    placement: Literal["split", "colocated"] = "split"
+    """Trainer and engines on their own devices, or taking turns on the same ones."""
+    checkpoint_every: int = 0
+    """Trainer steps between checkpoints; 0 only at the end of a stage."""
+    keep_checkpoints: int = 3
+    """Older checkpoints beyond this many are removed; 0 keeps all."""
+    eval_every: int = 0
+    """Trainer steps between evaluations; 0 only at the beginning and end of a stage."""
+    starved_after_s: float = 120.0
+    """Seconds the trainer waits for groups before the run stops and says what it saw."""
+    episode_timeout_s: float = 300.0
+    """Seconds one trajectory may take."""
+    max_turns: int = 16
+    """Assistant turns one episode may take."""
+    temperature: float = 1.0
+    """Sampling temperature in training rollouts."""
+    top_p: float = 1.0
+    """Nucleus in training rollouts."""
+    top_k: int = 0
+    """Top-k in training rollouts; 0 keeps all."""
+    max_new_tokens: int = 64
+    """Tokens one assistant turn may take."""
+    resume: str = ""
+    """Run directory or checkpoint to continue from."""
+    stages: Mapping[str, Any] = field(default_factory=dict)
+    """Stages in order: name to overrides. Empty means one stage named after the algorithm."""
+    plugins: tuple[str, ...] = ()
+    """Local plugin files."""

@@ -1,0 +1,400 @@
+"""The data that flows through a run: frozen, slotted, keyword-only dataclasses over numpy arrays.
+
+Nothing here computes a loss, moves a tensor or touches a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from miles.errors import SampleError
+
+__all__ = [
+    "Array",
+    "Batch",
+    "Completion",
+    "Drop",
+    "Finish",
+    "Group",
+    "Message",
+    "Receipt",
+    "Request",
+    "Sample",
+    "Sampling",
+    "Score",
+    "Skipped",
+    "Span",
+    "Task",
+    "Term",
+    "Tokens",
+    "Trajectory",
+    "Update",
+    "WeightVersion",
+    "flatten",
+]
+
+Array = np.ndarray
+Message = Mapping[str, Any]
+Finish = Literal["stop", "length", "abort"]
+
+WeightVersion = int
+"""Trainer steps completed since the run began, across stages and resumes; 0 as loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of consecutive tokens sampled under one weight version: `[start, stop)`."""
+
+    start: int
+    """Index of the first token."""
+    stop: int
+    """Index after the last token."""
+    version: WeightVersion
+    """Weight version that sampled every token in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to attempt."""
+
+    id: str
+    """Unique in its environment and the same in every process and resume."""
+    prompt: str | tuple[Message, ...]
+    """Text to continue as it is, or chat messages for the model's template."""
+    answer: Any = None
+    """What the reward compares with."""
+    solution: str | None = None
+    """The assistant's text as a demonstration; the `demonstration` engine replays it."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else the environment wants back, plain JSON values only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_new_tokens: int = 256
+    """At most this many tokens are sampled."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 keeps all."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the completion; it is part of the completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion asked of an engine."""
+
+    id: str
+    """Unique in the run."""
+    key: str
+    """Routing key: the trajectory this belongs to. Never empty."""
+    tokens: Array
+    """(prompt tokens,) int32."""
+    sampling: Sampling
+    """How to draw."""
+    seed: int
+    """The completion's tokens are a function of weights, tokens, sampling and this, of nothing else."""
+    demonstration: Array | None = None
+    """(tokens,) int32: the task's own solution, for an engine that replays; others ignore it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled."""
+
+    tokens: Array
+    """(tokens,) int32, the stop token included."""
+    logprobs: Array | None
+    """(tokens,) float32 under the full distribution at the sampling temperature; None if nothing was sampled
+    from a distribution (a demonstration)."""
+    spans: tuple[Span, ...]
+    """Tile [0, tokens) exactly, versions never decreasing."""
+    finish: Finish
+    """Why it ended: a stop id, the length limit, or an abort."""
+    truncated_logprobs: Array | None = None
+    """(tokens,) float32 under the distribution cut by top-p/top-k; None when nothing was cut."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV cache was reused."""
+    experts: Array | None = None
+    """(tokens, layers, top_k) narrow unsigned ints: the routing to replay; None for dense models."""
+
+
+def _fail(what: str) -> None:
+    raise SampleError(f"sample: {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One root-to-leaf token sequence; it checks itself when made.
+
+    Raises `SampleError` unless: lengths are equal; spans tile exactly the sampled tokens; trainable tokens are
+    sampled; versions never decrease; log-probs of sampled tokens are finite.
+    """
+
+    tokens: Array
+    """(tokens,) int32, prompt and completions."""
+    sampled: Array
+    """(tokens,) bool: drawn by an engine (or demonstrated)."""
+    trainable: Array
+    """(tokens,) bool: may carry loss; a subset of `sampled`."""
+    logprobs: Array | None
+    """(tokens,) float32: full-distribution log-prob of each sampled token, 0 elsewhere; None for demonstrations."""
+    spans: tuple[Span, ...]
+    """Weight version of every sampled token, by position in `tokens`."""
+    finish: Finish = "stop"
+    """Why the last completion ended."""
+    truncated_logprobs: Array | None = None
+    """(tokens,) float32: as `logprobs`, under the distribution cut by top-p/top-k; None when nothing was cut."""
+    experts: Array | None = None
+    """(tokens, layers, top_k) routing to replay; None for dense models."""
+
+    def __post_init__(self) -> None:
+        size = len(self.tokens)
+        if self.tokens.dtype != np.int32:
+            _fail(f"tokens are {self.tokens.dtype}, not int32")
+        if len(self.sampled) != size or len(self.trainable) != size:
+            _fail(f"{size} tokens, {len(self.sampled)} sampled bits, {len(self.trainable)} trainable bits")
+        if self.sampled.dtype != np.bool_ or self.trainable.dtype != np.bool_:
+            _fail(f"sampled is {self.sampled.dtype} and trainable {self.trainable.dtype}, not bool")
+        if (self.trainable > self.sampled).any():
+            _fail(f"token {int(np.argmax(self.trainable > self.sampled))} is trainable but was not sampled")
+        for name in ("logprobs", "truncated_logprobs"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) != size or values.dtype != np.float32:
+                _fail(f"{name} has {len(values)} {values.dtype} values for {size} tokens")
+            if not np.isfinite(values).all():
+                _fail(f"{name} is not finite at token {int(np.argmin(np.isfinite(values)))}")
+        if self.experts is not None and len(self.experts) != size:
+            _fail(f"{len(self.experts)} rows of experts for {size} tokens")
+        self._check_spans()
+
+    def _check_spans(self) -> None:
+        end = version = covered = 0
+        for span in self.spans:
+            if span.start < end or span.stop <= span.start or span.stop > len(self.tokens):
+                _fail(f"span [{span.start}, {span.stop}) is empty, overlaps or leaves the sample")
+            if span.version < version:
+                _fail(f"version falls from {version} to {span.version} at token {span.start}")
+            if not self.sampled[span.start : span.stop].all():
+                _fail(f"span [{span.start}, {span.stop}) covers tokens that were not sampled")
+            covered += span.stop - span.start
+            end, version = span.stop, span.version
+        if covered != int(np.count_nonzero(self.sampled)):
+            _fail(f"spans cover {covered} of {int(np.count_nonzero(self.sampled))} sampled tokens")
+
+    @property
+    def oldest(self) -> WeightVersion | None:
+        """Oldest version of a trainable token; None when nothing is trainable."""
+        for span in self.spans:
+            if self.trainable[span.start : span.stop].any():
+                return span.version
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Why something was not trained on: a short machine word and a sentence."""
+
+    reason: str
+    """One word with underscores; it becomes `groups/dropped/<reason>`."""
+    detail: str = ""
+    """For a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a task: one sample, or several when its history branched."""
+
+    id: str
+    """Unique in the run; also the routing key."""
+    samples: tuple[Sample, ...]
+    """One per kept leaf; empty only with a failure."""
+    reward: float = 0.0
+    """What the environment says it was worth; always finite unless there is a failure."""
+    text: str = ""
+    """The last completion, decoded, for people to read."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers the environment wants logged, averaged over a step under `env/<name>`."""
+    failure: Drop | None = None
+    """Set when the attempt went wrong; its group is then dropped for that reason."""
+
+    def __post_init__(self) -> None:
+        if self.failure is None and not self.samples:
+            _fail(f"trajectory {self.id!r} has no samples and no failure")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one task that are compared with each other."""
+
+    id: int
+    """Order in which groups were started, from 0; never reused except by a resume."""
+    task: Task
+    """What was attempted."""
+    trajectories: tuple[Trajectory, ...]
+    """The attempts, in order of their index."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Every sample of every trajectory, in order."""
+        return tuple(s for t in self.trajectories for s in t.samples)
+
+    @property
+    def oldest(self) -> WeightVersion | None:
+        """Oldest version of a trainable token anywhere in the group; None when nothing is trainable."""
+        found = [v for t in self.trajectories for s in t.samples if (v := s.oldest) is not None]
+        return min(found, default=None)
+
+    @property
+    def failure(self) -> Drop | None:
+        """The first failure among its trajectories."""
+        return next((t.failure for t in self.trajectories if t.failure is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Samples laid end to end; T tokens in all, S samples."""
+
+    tokens: Array
+    """(T,) int32."""
+    lengths: Array
+    """(S,) int32, adding up to T."""
+    sampled: Array
+    """(T,) bool."""
+    trainable: Array
+    """(T,) bool."""
+    versions: Array
+    """(T,) int32: version of each sampled token, -1 elsewhere."""
+    logprobs: Array | None = None
+    """(T,) float32 as in `Sample`; None when any sample has none."""
+    truncated_logprobs: Array | None = None
+    """(T,) float32, falling back to `logprobs` where a sample was not cut; None when none was."""
+    experts: Array | None = None
+    """(T, layers, top_k) or None."""
+
+
+def flatten(samples: Sequence[Sample]) -> Tokens:
+    """Lay samples end to end in the given order."""
+    if not samples:
+        raise SampleError("flatten: no samples")
+    versions = np.full(sum(len(s.tokens) for s in samples), -1, np.int32)  # (T,) int32
+    offset = 0
+    for sample in samples:
+        for span in sample.spans:
+            versions[offset + span.start : offset + span.stop] = span.version
+        offset += len(sample.tokens)
+    logprobs = [s.logprobs for s in samples]
+    have_logprobs = all(x is not None for x in logprobs)
+    cut = have_logprobs and any(s.truncated_logprobs is not None for s in samples)
+    have_experts = all(s.experts is not None for s in samples)
+    return Tokens(
+        tokens=np.concatenate([s.tokens for s in samples]),
+        lengths=np.array([len(s.tokens) for s in samples], np.int32),  # (S,) int32
+        sampled=np.concatenate([s.sampled for s in samples]),
+        trainable=np.concatenate([s.trainable for s in samples]),
+        versions=versions,
+        logprobs=_join(logprobs) if have_logprobs else None,
+        truncated_logprobs=(
+            _join(s.logprobs if s.truncated_logprobs is None else s.truncated_logprobs for s in samples) if cut else None
+        ),
+        experts=_join(s.experts for s in samples) if have_experts else None,
+    )
+
+
+def _join(parts: Iterable[Array | None]) -> Array:
+    return np.concatenate([p for p in parts if p is not None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One named loss term: the step's loss is the sum over terms and tokens of `weight × value`.
+
+    Weights arrive normalised over the whole step, so a trainer only sums; how it cuts micro-batches cannot
+    change the loss.
+    """
+
+    name: str
+    """Logged as `loss/<name>`."""
+    function: str
+    """`module:function`, imported by the trainer workers; see `miles.learn.losses` for the signature."""
+    weights: Array
+    """(T,) float32; 0 where the term does not apply."""
+    inputs: Mapping[str, Array] = field(default_factory=dict)
+    """Per-token float32 arrays of shape (T,) handed to the function by name."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Numbers handed to the function by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a trainer executes in one step."""
+
+    tokens: Tokens
+    """The samples."""
+    terms: tuple[Term, ...]
+    """The loss."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers the algorithm wants logged, under their full names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What a trainer did."""
+
+    version: WeightVersion
+    """The version the weights now have."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`loss/<term>`, `grad_norm`, `lr`, `mismatch/*`, `off_policy/*`, `tokens/trained`, under their full names."""
+    warnings: tuple[str, ...] = ()
+    """Sentences a person should see, such as a mismatch over its budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Proof that weights arrived."""
+
+    version: WeightVersion
+    """What the engines now serve."""
+    digest: str
+    """Hex digest of names, shapes, types and bytes; equal on both sides. Empty when nothing was moved."""
+    bytes: int
+    """Payload size."""
+    seconds: float
+    """Wall-clock from call to readiness."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How a policy version did on one evaluation set."""
+
+    set: str
+    """Name of the set."""
+    version: WeightVersion
+    """The version that produced every sample of it."""
+    score: float
+    """Mean reward."""
+    samples: int
+    """How many attempts."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Anything else, logged under `eval/<set>/<name>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """An evaluation that gave no score."""
+
+    set: str
+    """Name of the set."""
+    reason: str
+    """Why."""
