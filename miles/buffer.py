@@ -1,0 +1,281 @@
+"""Places for groups, and the one place where freshness is decided.
+
+The buffer admits new groups, holds finished ones, hands the trainer batches that are fresh enough, and keeps the
+accounts: every group that was started is in flight, buffered, in training, trained, or dropped for a named reason.
+It never samples, trains or reads a clock other than to say how long it waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from miles.errors import BufferStarved
+from miles.types import Drop, Group, Task
+
+__all__ = ["Accounts", "Buffer", "Lease"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right, and the duty, to bring back one group."""
+
+    id: int
+    """The group's id."""
+    task: Task
+    """What to attempt."""
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Where every started group is; the parts always add up to `started`."""
+
+    started: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    buffered: int = 0
+    training: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        """Whether nothing was lost or counted twice."""
+        held = self.in_flight + self.buffered + self.training
+        return self.started == self.trained + self.dropped.total() + held
+
+
+class Buffer:
+    """See the module. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        samples_per_group: int,
+        max_lag: int = 0,
+        concurrency: int = 256,
+        oversample: int = 0,
+        capacity: int | None = None,
+        take_order: str = "fifo",
+        free_each_sample: bool = False,
+        version: int = 0,
+        starved_after_s: float = 120.0,
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.samples_per_group = samples_per_group
+        self.max_lag = max_lag
+        self.concurrency = concurrency
+        self.oversample = oversample
+        self.capacity = max(capacity or 2 * groups_per_step, groups_per_step)
+        self.take_order = take_order
+        self.free_each_sample = free_each_sample
+        self.starved_after_s = starved_after_s
+        self.trainer_version = version
+        self.published_version = version
+        self.accounts = Accounts()
+        self.ended: list[tuple[int, str]] = []  # (group id, "trained" or the drop's reason) since the last ledger line
+        self._leases: dict[int, Lease] = {}
+        self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
+        self._running_total = 0
+        self._ready: dict[int, Group] = {}  # in order of arrival
+        self._training: dict[int, Lease] = {}
+        self._held = 0
+        self._closed = self._stopped = False
+        self._changed = asyncio.Event()
+        self._last_arrival = time.monotonic()
+
+    # ---- admission
+
+    def room(self) -> bool:
+        """Whether one more group may start now."""
+        a = self.accounts
+        ahead = self.published_version + self.max_lag + 1 - self.trainer_version
+        return (
+            not self._held
+            and not self._closed
+            and a.in_flight + a.buffered + a.training < ahead * self.groups_per_step + self.oversample
+            and a.buffered + a.training < self.capacity
+            and self.concurrency - self._running_total >= self.samples_per_group
+        )
+
+    async def place(self) -> None:
+        """Wait until one more group may start; every drop, take, step and publish wakes this."""
+        while not self.room():
+            await self._wait(None)
+
+    def start(self, lease: Lease) -> None:
+        """A group begins."""
+        self._leases[lease.id] = lease
+        self._running[lease.id] = self.samples_per_group
+        self._running_total += self.samples_per_group
+        self.accounts.started += 1
+        self.accounts.in_flight += 1
+
+    def returned(self, group: int) -> None:
+        """One trajectory of a group is back; frees its place when places are counted by sample."""
+        if self.free_each_sample and self._running.get(group, 0) > 0:
+            self._running[group] -= 1
+            self._running_total -= 1
+            self._changed.set()
+
+    def finish(self, group: Group, drop: Drop | None) -> None:
+        """A group is back: buffered, or dropped on arrival."""
+        self._running_total -= self._running.pop(group.id)
+        self.accounts.in_flight -= 1
+        if drop is None:
+            self._ready[group.id] = group
+            self.accounts.buffered += 1
+            self._last_arrival = time.monotonic()
+        else:
+            self._end(group.id, drop.reason)
+        self._changed.set()
+
+    def cancel(self, lease: Lease, reason: str) -> None:
+        """A group in flight will never come back."""
+        if lease.id in self._running:
+            self._running_total -= self._running.pop(lease.id)
+            self.accounts.in_flight -= 1
+            self._end(lease.id, reason)
+            self._changed.set()
+
+    def _end(self, group: int, fate: str) -> None:
+        del self._leases[group]
+        if fate == "trained":
+            self.accounts.trained += 1
+        else:
+            self.accounts.dropped[fate] += 1
+        self.ended.append((group, fate))
+
+    # ---- collection
+
+    def staleness(self, group: Group) -> int:
+        """Trainer version minus the oldest version of a trainable token anywhere in the group."""
+        oldest = group.oldest
+        return 0 if oldest is None else self.trainer_version - oldest
+
+    def _evict(self) -> None:
+        for group in [g for g in self._ready.values() if self.staleness(g) > self.max_lag]:
+            del self._ready[group.id]
+            self.accounts.buffered -= 1
+            self._end(group.id, "stale")
+            self._changed.set()
+
+    async def take(self, count: int, *, last: str = "keep") -> list[Group]:
+        """Exactly `count` groups, none older than `max_lag`, in order of id; they count as in training.
+
+        When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty also after
+        `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
+        """
+        self._last_arrival = began = time.monotonic()
+        seen = Counter(self.accounts.dropped)
+        while True:
+            self._evict()
+            if self._stopped:
+                return []
+            if len(self._ready) >= count:
+                return self._collect(count)
+            if self._closed and not self.accounts.in_flight:
+                return self._collect(len(self._ready)) if last == "keep" else []
+            patience = self._last_arrival + self.starved_after_s - time.monotonic()
+            if patience <= 0:
+                raise self._starved(count, time.monotonic() - began, seen)
+            if not self._held:
+                await self._wait(patience)
+            else:
+                await self._wait(None)
+                self._last_arrival = time.monotonic()
+
+    def _collect(self, count: int) -> list[Group]:
+        ready = list(self._ready.values())
+        if self.take_order == "freshest":
+            ready.sort(key=lambda g: (self.staleness(g), g.id))
+        elif self.take_order == "started":
+            ready.sort(key=lambda g: g.id)
+        taken = sorted(ready[:count], key=lambda g: g.id)
+        for group in taken:
+            del self._ready[group.id]
+            self._training[group.id] = self._leases[group.id]
+        self.accounts.buffered -= len(taken)
+        self.accounts.training += len(taken)
+        self._changed.set()
+        return taken
+
+    def _starved(self, count: int, waited: float, seen: Counter[str]) -> BufferStarved:
+        new = self.accounts.dropped - seen
+        by_reason = ", ".join(f"{reason} {n}" for reason, n in new.most_common()) or "none"
+        error = BufferStarved(
+            f"the trainer starved: {len(self._ready)} of {count} groups in {waited:.0f} s; "
+            f"{new.total()} dropped: {by_reason}; {self.accounts.in_flight} in flight"
+        )
+        if new.get("zero_variance", 0) > new.total() / 2:
+            error.add_note(
+                "nearly every group had equal rewards: the tasks are too hard or too easy for this policy; "
+                "try samples_per_group higher, easier tasks, a warm-up stage, or selector.admit=[none]"
+            )
+        elif not new:
+            error.add_note("no group came back: see logs/ for the engine, or raise starved_after_s")
+        return error
+
+    # ---- versions
+
+    def stepped(self, version: int, groups: Sequence[Group]) -> None:
+        """The trainer has taken its step on these groups and is now at `version`."""
+        for group in groups:
+            del self._training[group.id]
+            self._end(group.id, "trained")
+        self.accounts.training -= len(groups)
+        self.trainer_version = version
+        self._changed.set()
+
+    def published(self, version: int) -> None:
+        """Engines serve `version`."""
+        self.published_version = version
+        self._changed.set()
+
+    # ---- holding and ending
+
+    def hold(self) -> None:
+        """No new groups start until `release`; counts."""
+        self._held += 1
+
+    def release(self) -> None:
+        """Undo one `hold`."""
+        self._held -= 1
+        self._last_arrival = time.monotonic()
+        self._changed.set()
+
+    async def drained(self, timeout: float) -> None:
+        """Wait until nothing is in flight. Raises `TimeoutError`."""
+        async with asyncio.timeout(timeout):
+            while self.accounts.in_flight:
+                await self._wait(None)
+
+    def close(self) -> None:
+        """No more tasks will come."""
+        self._closed = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Give the trainer nothing more: the run was interrupted."""
+        self._stopped = True
+        self._changed.set()
+
+    def leases(self) -> list[Lease]:
+        """Every group that was started and has not ended, by id: what a resumed run starts again."""
+        return [self._leases[i] for i in sorted(self._leases)]
+
+    @property
+    def waiting(self) -> tuple[Group, ...]:
+        """Finished groups that wait for the trainer."""
+        return tuple(self._ready.values())
+
+    async def _wait(self, timeout: float | None) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            pass

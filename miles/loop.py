@@ -1,0 +1,194 @@
+"""START HERE. The loop: `train`, `publish`, `produce`, `rollout`, `play`. There is no other.
+
+Synchronous is `max_lag=0`, one step off is 1, fully asynchronous is more; the buffer decides freshness, the run
+object holds the chosen components. Nothing here knows a component by name, imports torch, or touches a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+from miles.buffer import Buffer, Lease
+from miles.errors import EpisodeTimeout, RolloutError
+from miles.placement import Placement
+from miles.protocols import Conversation, Environment, Episode, Selector, Tools
+from miles.settings import Settings
+from miles.types import Batch, Drop, Group, Receipt, Sampling, Task, Trajectory, Update
+
+__all__ = ["Run", "attempt", "episode", "play", "produce", "publish", "rollout", "train"]
+
+
+class Run(Protocol):
+    """Everything the loop may use; `miles.run` builds it for each stage."""
+
+    settings: Settings
+    buffer: Buffer
+    placement: Placement
+    environment: Environment
+    selector: Selector
+    trainer: Any
+    hook: Any
+
+    def steps(self) -> Iterable[int]:
+        """Trainer versions still to be made in this stage."""
+
+    def timing(self, what: str) -> AbstractContextManager[None]:
+        """Count the time spent inside under `time/<what>_s`."""
+
+    def lease(self) -> Lease | None:
+        """The next task to attempt; None when there are no more."""
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
+        """What an attempt (or, without index, a whole group) is given."""
+
+    async def prepare(self, groups: Sequence[Group]) -> Batch:
+        """Log-prob passes and the algorithm, off the event loop."""
+
+    async def checkpoint(self, step: int) -> None:
+        """Write one, if this step is due."""
+
+    async def send_weights(self) -> Receipt | None:
+        """Through the transport, if this version is due."""
+
+    def judge(self, group: Group) -> Drop | None:
+        """Whether a finished group is worth training on."""
+
+    async def evaluate(self, step: int) -> None:
+        """Score the policy, if this step is due."""
+
+    def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:
+        """Metrics, ledger, trackers, hooks."""
+
+
+async def train(run: Run) -> None:
+    """Run one stage to its end, or until the buffer is stopped or out of tasks."""
+    await publish(run)
+    await run.evaluate(run.buffer.trainer_version)
+    async with _running(produce(run)):
+        for step in run.steps():
+            with run.timing("wait"):
+                groups = await run.buffer.take(
+                    run.settings.groups_per_step, last=run.settings.last_batch
+                )
+            if not groups:
+                break
+            batch = await run.prepare(groups)
+            async with run.placement.training():
+                with run.timing("train"):
+                    update = await run.trainer.step(batch)
+                run.buffer.stepped(update.version, groups)
+                await run.checkpoint(step)
+            await publish(run)
+            run.finish_step(step, groups, batch, update)
+            await run.evaluate(step)
+
+
+async def publish(run: Run) -> None:
+    """Bring the trainer's weights to the engines."""
+    with run.timing("publish"):
+        async with run.placement.publishing():
+            receipt = await run.send_weights()
+    if receipt is not None:
+        run.buffer.published(receipt.version)
+        run.hook.weights_published(receipt=receipt)
+
+
+async def produce(run: Run) -> None:
+    """Start groups whenever there is room, until the tasks run out."""
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            await run.buffer.place()
+            lease = run.lease()
+            if lease is None:
+                run.buffer.close()
+                return
+            run.buffer.start(lease)
+            run.hook.group_started(group=lease.id, task=lease.task)
+            tasks.create_task(_bring_back(run, lease), name=f"group {lease.id}")
+
+
+async def _bring_back(run: Run, lease: Lease) -> None:
+    try:
+        group = await rollout(run, lease)
+    except asyncio.CancelledError:
+        run.buffer.cancel(lease, "run_ended")
+        raise
+    drop = group.failure or run.judge(group)
+    run.buffer.finish(group, drop)
+    run.hook.group_finished(group=group, drop=drop)
+
+
+async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any) -> Group:
+    """One group: the environment's own `rollout` if it has one, otherwise independent attempts."""
+    if (own := getattr(run.environment, "rollout", None)) is not None:
+        tools = run.tools(lease, None, **how)
+        try:
+            async with asyncio.timeout(run.settings.episode_timeout_s):
+                return await own(lease.task, tools)
+        except (RolloutError, TimeoutError) as error:
+            failure = _as_drop(error, run.settings)
+            failed = Trajectory(id=tools.id, samples=(), failure=failure)
+            return Group(id=lease.id, task=lease.task, trajectories=(failed,))
+    count = samples or run.settings.samples_per_group
+    if count == 1:
+        trajectories = [await play(run, lease, 0, **how)]
+    else:
+        async with asyncio.TaskGroup() as tasks:
+            attempts = [tasks.create_task(play(run, lease, i, **how)) for i in range(count)]
+        trajectories = [a.result() for a in attempts]
+    return Group(id=lease.id, task=lease.task, trajectories=tuple(trajectories))
+
+
+async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
+    """One attempt: the environment's own `play` if it has one, otherwise its episode. A failure is a value."""
+    tools = run.tools(lease, index, **how)
+    try:
+        async with asyncio.timeout(run.settings.episode_timeout_s):
+            if (own := getattr(run.environment, "play", None)) is not None:
+                trajectory: Trajectory = await own(lease.task, tools.seed, tools)
+                return trajectory
+            made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
+            return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
+    except (RolloutError, TimeoutError) as error:
+        return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, run.settings))
+    finally:
+        run.buffer.returned(lease.id)
+
+
+async def episode(made: Episode, conversation: Conversation, max_turns: int) -> Trajectory:
+    """Drive `reset`, `step`, `reward`: the shallowest depth an environment can choose."""
+    messages: Any = await made.reset()
+    for _ in range(max_turns):
+        reply = await conversation.turn(messages)
+        after = await made.step(reply)
+        if after.done:
+            break
+        messages = after.messages
+    worth = await made.reward()
+    reward, metrics = worth if isinstance(worth, tuple) else (worth, None)
+    return conversation.trajectory(reward=reward, metrics=metrics)
+
+
+async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int) -> Group:
+    """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 - seed."""
+    return await rollout(run, Lease(id=-1 - seed, task=task), samples, sampling=sampling)
+
+
+def _as_drop(error: Exception, settings: Settings) -> Drop:
+    if isinstance(error, RolloutError):
+        return Drop(reason=error.reason, detail=error.detail)
+    return Drop(
+        reason=EpisodeTimeout.reason, detail=f"ran past {settings.episode_timeout_s:g} s"
+    )
+
+
+@asynccontextmanager
+async def _running(work: Any) -> AsyncIterator[None]:
+    """Run `work` beside the block: its failure ends the block, the end of the block cancels it."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work, name="produce")
+        yield
+        task.cancel()

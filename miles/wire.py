@@ -1,0 +1,199 @@
+"""What crosses a process boundary: plain values, numpy arrays and miles' own dataclasses, as msgpack frames.
+
+Nothing here can name a class of the other side's choosing or run code while decoding: only the dataclasses listed
+in `_WIRE` are rebuilt, with their types checked. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import traceback
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from miles import errors
+from miles.protocols import Spec
+from miles.settings import Settings
+from miles.types import (
+    Batch,
+    Completion,
+    Drop,
+    Group,
+    Receipt,
+    Request,
+    Sample,
+    Sampling,
+    Score,
+    Skipped,
+    Span,
+    Task,
+    Term,
+    Tokens,
+    Trajectory,
+    Update,
+)
+
+__all__ = ["Connection", "decode", "encode", "error_from_wire", "error_to_wire"]
+
+_ARRAY = 0
+_WIRE: tuple[type, ...] = (
+    Request,
+    Completion,
+    Batch,
+    Tokens,
+    Update,
+    Receipt,
+    Spec,
+    Settings,
+    Sample,
+    Trajectory,
+    Group,
+    Task,
+    Term,
+    Span,
+    Sampling,
+    Drop,
+    Score,
+    Skipped,
+)
+_CODES = {cls: code for code, cls in enumerate(_WIRE, start=1)}
+_DTYPES = {
+    str(np.dtype(d)): np.dtype(d)
+    for d in ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
+}
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        kind = str(value.dtype)
+        if kind not in _DTYPES:
+            raise TypeError(f"wire: an array of {kind} cannot cross a process; cast it first")
+        head = _plain.encode((kind, value.shape))
+        return msgspec.msgpack.Ext(_ARRAY, struct.pack("<H", len(head)) + head + value.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"wire: a {type(value).__name__} cannot cross a process")
+
+
+def _decode_ext(code: int, data: memoryview) -> Any:
+    if code == _ARRAY:
+        size = struct.unpack_from("<H", data)[0]
+        kind, shape = _plain_decoder.decode(data[2 : 2 + size])
+        # a copy: the frame's buffer goes away, and receivers may write
+        return np.frombuffer(data, _DTYPES[kind], offset=2 + size).reshape(shape).copy()
+    if 1 <= code <= len(_DECODERS):
+        return _DECODERS[code - 1].decode(data)
+    raise ValueError(f"wire: unknown extension {code}")
+
+
+def _accept(expected: type, value: Any) -> Any:
+    if expected is np.ndarray and isinstance(value, np.ndarray):
+        return value
+    raise ValueError(f"wire: expected {expected}, found {type(value).__name__}")
+
+
+_plain = msgspec.msgpack.Encoder()
+_plain_decoder = msgspec.msgpack.Decoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(ext_hook=_decode_ext)
+_DECODERS = [
+    msgspec.msgpack.Decoder(cls, ext_hook=_decode_ext, dec_hook=_accept) for cls in _WIRE
+]
+
+
+def _wrap(value: Any) -> Any:
+    """Mark dataclasses with their code, so that the other side rebuilds the same class."""
+    if is_dataclass(value):
+        code = _CODES.get(type(value))
+        if code is None:
+            raise TypeError(f"wire: a {type(value).__name__} cannot cross a process")
+        return msgspec.msgpack.Ext(code, _encoder.encode(value))
+    if isinstance(value, list | tuple):
+        return [_wrap(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _wrap(item) for key, item in value.items()}
+    return value
+
+
+def encode(value: Any) -> bytes:
+    """Bytes of plain values, arrays and known dataclasses. Raises `TypeError` for anything else."""
+    return _encoder.encode(_wrap(value))
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The inverse of `encode`; tuples come back as lists. Raises `ValueError` on anything malformed."""
+    return _decoder.decode(data)
+
+
+def error_to_wire(error: BaseException) -> list[Any]:
+    """An exception as plain values: class name, message, notes, traceback text."""
+    text = "".join(traceback.format_exception(error))
+    return [type(error).__name__, str(error), list(getattr(error, "__notes__", ())), text]
+
+
+def error_from_wire(plain: list[Any], where: str) -> errors.MilesError:
+    """The same error if it is one of miles', otherwise a `WorkerError` that carries the remote traceback."""
+    name, message, notes, text = plain
+    cls = getattr(errors, name, None) if name in errors.__all__ else None
+    if isinstance(cls, type) and issubclass(cls, errors.MilesError):
+        error: errors.MilesError = cls(message)
+        for note in notes:
+            error.add_note(note)
+        return error
+    error = errors.WorkerError(f"{where}: {name}: {message}")
+    error.add_note(text.rstrip())
+    return error
+
+
+class Connection(asyncio.Protocol):
+    """Length-prefixed frames over a stream socket; frames sent in one turn of the event loop leave together."""
+
+    def __init__(self, on_frame: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._incoming = bytearray()
+        self._outgoing: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def send(self, value: Any) -> None:
+        """Queue one frame. Raises `TypeError` when the value cannot cross, before anything is queued."""
+        data = encode(value)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._outgoing += (struct.pack("<Q", len(data)), data)
+
+    def flush(self) -> None:
+        """Hand queued frames to the socket."""
+        if self._outgoing and self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(self._outgoing)
+        self._outgoing = []
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._incoming
+        buffer += data
+        at = 0
+        while len(buffer) - at >= 8:
+            (size,) = struct.unpack_from("<Q", buffer, at)
+            if len(buffer) - at - 8 < size:
+                break
+            self._on_frame(decode(bytes(memoryview(buffer)[at + 8 : at + 8 + size])))
+            at += 8 + size
+        if at:
+            del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()
