@@ -1,0 +1,198 @@
+"""The one table of metric names: what a step may report, in which unit, and what it means.
+
+It computes and logs nothing. `python -m miles.metrics > docs/metrics.md` writes the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles.errors import choices
+
+__all__ = ["METRICS", "Metric", "faults", "find", "page"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    """Full name; a part in angle brackets stands for any word."""
+    unit: str
+    """Unit of the value, or what it counts."""
+    meaning: str
+    """One sentence."""
+
+    @property
+    def text(self) -> bool:
+        """Whether the value is a string rather than a number."""
+        return self.unit == "text"
+
+    def matches(self, name: str) -> bool:
+        """Whether a concrete name belongs to this row."""
+        return re.fullmatch(self._pattern, name) is not None
+
+    @property
+    def _pattern(self) -> str:
+        parts = re.split(r"(<\w+>)", self.name)
+        return "".join(
+            "\\d+" if p == "<k>" else ".+" if p[:1] == "<" else re.escape(p) for p in parts
+        )
+
+
+def _rows(*rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(name=name, unit=unit, meaning=meaning) for name, unit, meaning in rows)
+
+
+METRICS: tuple[Metric, ...] = _rows(
+    (
+        "step",
+        "trainer steps",
+        "Trainer steps completed since the run began, across stages and resumes.",
+    ),
+    ("stage", "text", "Name of the stage."),
+    ("stage_step", "trainer steps", "Trainer steps completed since the stage began."),
+    ("version", "weight version", "Weight version that the engines serve after the step."),
+    ("reward/mean", "reward", "Mean reward over the trained trajectories."),
+    ("reward/std", "reward", "Standard deviation of reward over the trained trajectories."),
+    (
+        "env/<name>",
+        "environment's own",
+        "A number the environment reports, averaged over the trained trajectories.",
+    ),
+    ("groups/started", "groups", "Groups started since the last step."),
+    ("groups/trained", "groups", "Groups in the step's batch."),
+    ("groups/in_flight", "groups", "Groups being rolled out when the step ended."),
+    ("groups/buffered", "groups", "Finished groups waiting in the buffer when the step ended."),
+    ("groups/dropped/<reason>", "groups", "Groups dropped for that reason since the last step."),
+    (
+        "staleness/mean",
+        "trainer steps",
+        "Trainer version minus that of a group's oldest trainable token, mean.",
+    ),
+    (
+        "staleness/max",
+        "trainer steps",
+        "The largest staleness of a trained group; never above `max_lag`.",
+    ),
+    ("tokens/trained", "tokens", "Tokens that carried loss in the step."),
+    ("tokens/sampled", "tokens", "Tokens that an engine sampled in the step's groups."),
+    ("length/mean", "tokens", "Mean number of sampled tokens in a trained trajectory."),
+    (
+        "mismatch/logprob_abs_mean",
+        "nats",
+        "Mean |trainer − rollout log-prob|, tokens of the trainer's version only.",
+    ),
+    ("mismatch/logprob_abs_max", "nats", "The largest such difference of one token."),
+    (
+        "mismatch/k3",
+        "nats",
+        "k3 estimate of KL(rollout ‖ trainer) over the same tokens: mean of r − 1 − log r.",
+    ),
+    ("mismatch/tokens", "tokens", "How many tokens the mismatch was measured on."),
+    (
+        "mismatch/unmeasured",
+        "flag",
+        "1 when too few tokens of the trainer's version were there to measure.",
+    ),
+    (
+        "off_policy/lag_<k>/logprob_abs_mean",
+        "nats",
+        "Mean |difference| over tokens k versions old: numerics and policy together.",
+    ),
+    ("off_policy/lag_<k>/logprob_abs_max", "nats", "The largest such difference of one token."),
+    ("off_policy/lag_<k>/k3", "nats", "k3 estimate over the same tokens."),
+    ("off_policy/lag_<k>/tokens", "tokens", "How many trained tokens are k versions old."),
+    (
+        "loss/<term>",
+        "loss",
+        "Value of one named loss term, summed over the step with its per-token weights.",
+    ),
+    ("grad_norm", "loss per weight", "Global gradient norm before clipping."),
+    ("lr", "learning rate", "Learning rate the step used."),
+    ("time/step_s", "seconds", "Wall-clock of the whole step."),
+    ("time/wait_s", "seconds", "Time the trainer waited for groups."),
+    (
+        "time/train_s",
+        "seconds",
+        "Time in the trainer: log-prob passes, forward, backward, optimizer.",
+    ),
+    ("time/publish_s", "seconds", "Time to move the weights to every engine."),
+    (
+        "time/overhead_s",
+        "seconds",
+        "The rest of the step: preparing, bookkeeping, checkpoints, evaluation.",
+    ),
+    (
+        "engine/idle_s",
+        "seconds",
+        "Time the engines had nothing to decode during the step, averaged over engines.",
+    ),
+    (
+        "engine/tokens_per_s",
+        "tokens per second",
+        "Tokens sampled by all engines per second of wall-clock.",
+    ),
+    ("router/prefix_hit_rate", "share", "Prompt tokens served from a prefix cache, 0 to 1."),
+    ("session/turns", "turns", "Mean assistant turns of a trained trajectory."),
+    (
+        "session/token_mismatches",
+        "trajectories",
+        "Trajectories whose tokens did not extend what was stored.",
+    ),
+    ("eval/<set>/score", "reward", "Mean reward on an evaluation set."),
+    ("eval/<set>/version", "weight version", "Version that sampled every token of the evaluation."),
+    ("eval/<set>/samples", "trajectories", "Attempts that were scored."),
+    ("eval/<set>/skipped", "text", "Why the evaluation gave no score."),
+    (
+        "eval/<set>/<name>",
+        "evaluator's own",
+        "Any other number the evaluator reports, such as `stderr` or `failures`.",
+    ),
+)
+"""Every metric. Rows are tried in order, so a wildcard comes after the names it would swallow."""
+
+
+def find(name: str) -> Metric | None:
+    """The row a concrete name belongs to, or None."""
+    return next((metric for metric in METRICS if metric.matches(name)), None)
+
+
+def faults(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is wrong with a step's flat dictionary, as sentences: unknown names, wrong types."""
+    found = []
+    for name, value in metrics.items():
+        metric = find(name)
+        if metric is None:
+            found.append(f"unknown metric {name!r}; {choices(name, (m.name for m in METRICS))}")
+        elif metric.text != isinstance(value, str):
+            found.append(
+                f"metric {name!r} is {value!r}, not {'text' if metric.text else 'a number'}"
+            )
+        elif not isinstance(value, (int, float, str)) or isinstance(value, bool):
+            found.append(f"metric {name!r} is a {type(value).__name__}, not a plain number")
+    return tuple(found)
+
+
+def page(metrics: Iterable[Metric] = METRICS) -> str:
+    """The table as the Markdown page `docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- generated by `python -m miles.metrics > docs/metrics.md`; do not edit -->",
+        "",
+        "One flat dictionary a step. Trackers receive it as it is; `metrics.jsonl` holds a",
+        "line a step and a line an evaluation. A part in angle brackets stands for any word.",
+        "",
+        "| name | unit | meaning |",
+        "|---|---|---|",
+        *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in metrics),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
