@@ -11,12 +11,15 @@ from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, Settings
 from miles.types import *  # noqa: F403
+from miles.wire import Connection, error_from_wire
 
 __version__ = "0.1.0"
 __all__ = [
+    "Connection",
     "RunKeys",
     "Settings",
     "derive_seed",
+    "error_from_wire",
     "hookimpl",
     *errors.__all__,
     *protocols.__all__,

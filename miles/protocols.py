@@ -95,6 +95,8 @@ class Context:
     """Workers of its kind."""
     master: str = ""
     """`host:port` of rank 0's rendezvous when world > 1."""
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Plugins with versions and hashes, for workers to compare with theirs."""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that plugins registered with `miles_rewards`, by name."""
     filters: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -476,11 +478,15 @@ class Handle(Protocol):
     world: int
     """How many ranks."""
 
-    async def call(self, target: str, *args: Any, rank: int = 0, timeout: float | None = None) -> Any:
+    async def call(
+        self, target: str, *args: Any, rank: int = 0, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         """Call `part.method` in one rank; plain values, arrays and this module's dataclasses only.
         Errors raised there are raised here; a dead or silent worker is a `WorkerError`."""
 
-    async def call_all(self, target: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    async def call_all(
+        self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """The same in every rank at once."""
 
 

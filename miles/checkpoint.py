@@ -1,0 +1,136 @@
+"""Checkpoints: one directory a step, complete or absent, every file with its digest.
+
+Written under a temporary name, synced, and renamed. What the files mean belongs to whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.errors import CheckpointError
+
+__all__ = ["find", "newest", "prune", "read_state", "verify", "write"]
+
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+async def write(
+    folder: Path, step: int, fill: Callable[[Path], Awaitable[Mapping[str, Any]]]
+) -> Path:
+    """Create `folder/step_<step>`: `fill` writes files into the directory it is given and returns the state that
+    becomes `state.json`. Raises `CheckpointError` naming what could not be written; nothing half-made is left."""
+    final = folder / f"step_{step:06d}"
+    partial = folder / f".{final.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        state = await fill(partial)
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        digests = {name: _digest(partial / name) for name in _files(partial)}
+        (partial / _MANIFEST).write_text(json.dumps(digests, indent=1))
+        for name in (*digests, _MANIFEST):
+            _sync(partial / name)
+        _sync(partial)
+        if final.exists():  # the same step again, after a resume
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        where = error.filename or partial
+        raise CheckpointError(
+            f"checkpoint {final}: cannot write {where}: {error.strerror or error}"
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def verify(checkpoint: Path) -> None:
+    """Check every file against the manifest. Raises `CheckpointError` naming the first file that is missing, extra
+    or damaged, and the newest good checkpoint beside it."""
+    if (fault := _fault(checkpoint)) is None:
+        return
+    error = CheckpointError(f"checkpoint {checkpoint}: {fault}")
+    good = next((c for c in reversed(find(checkpoint.parent)) if c != checkpoint and not _fault(c)), None)
+    error.add_note(f"newest good one: {good}" if good else "no other checkpoint there is good")
+    raise error
+
+
+def _fault(checkpoint: Path) -> str | None:
+    manifest = checkpoint / _MANIFEST
+    if not manifest.is_file():
+        return f"{_MANIFEST} is missing: it was never completed"
+    try:
+        digests = json.loads(manifest.read_text())
+    except ValueError:
+        return f"{_MANIFEST} is damaged"
+    present = {name for name in _files(checkpoint) if name != _MANIFEST}
+    if missing := sorted(digests.keys() - present):
+        return f"{missing[0]} is missing"
+    if extra := sorted(present - digests.keys()):
+        return f"{extra[0]} does not belong to it"
+    damaged = (name for name in sorted(digests) if _digest(checkpoint / name) != digests[name])
+    if (name := next(damaged, None)) is not None:
+        return f"{name} is damaged (its digest differs)"
+    return None
+
+
+def find(folder: Path) -> list[Path]:
+    """Checkpoints in a folder by step, complete or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        (p for p in folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)),
+        key=lambda p: int(p.name[5:]),
+    )
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that `resume=path` means: itself, or the newest of a run directory. Raises `CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"resume={path}: there is no such directory")
+    if _NAME.fullmatch(path.name):
+        return path
+    found = find(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"resume={path}: no checkpoint in {path / 'checkpoints'}")
+    return found[-1]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep`; 0 keeps all."""
+    for old in find(folder)[:-keep] if keep else ():
+        shutil.rmtree(old)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """`state.json` of a verified checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return state
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,92 @@
+"""The driver's side of components that live in worker processes: async mirrors of their protocols.
+
+Only names and plain values go through; what a method means is in `miles.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from miles.protocols import Handle
+from miles.types import Array, Batch, Completion, Request, Tokens, Update
+
+__all__ = ["RemoteEngine", "RemoteTrainer"]
+
+
+class RemoteTrainer:
+    """`Trainer`, every method a coroutine that runs in all ranks; rank 0 answers."""
+
+    def __init__(self, handle: Handle, *, timeout_s: float, version: int = 0) -> None:
+        self.handle = handle
+        self.version = version
+        self._timeout_s = timeout_s
+
+    async def step(self, batch: Batch) -> Update:
+        update: Update = (await self._all("trainer.step", batch))[0]
+        self.version = update.version
+        return update
+
+    async def logprobs(self, tokens: Tokens, source: str) -> Array:
+        return (await self._all("trainer.logprobs", tokens, source))[0]
+
+    async def save(self, directory: Path) -> None:
+        await self._all("trainer.save", str(directory))
+
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        await self._all("trainer.load", str(directory), weights_only=weights_only)
+
+    async def sleep(self) -> None:
+        await self._all("trainer.sleep")
+
+    async def wake(self) -> None:
+        await self._all("trainer.wake")
+
+    async def _all(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return await self.handle.call_all(target, *args, timeout=self._timeout_s, **kwargs)
+
+
+class RemoteEngine:
+    """`Engine` in another process. Weights never pass here: a transport moves them."""
+
+    samples: ClassVar[bool] = True
+
+    def __init__(self, handle: Handle, *, timeout_s: float) -> None:
+        self.handle = handle
+        self._timeout_s = timeout_s
+
+    async def generate(self, request: Request) -> Completion:
+        completion: Completion = await self.handle.call("engine.generate", request)
+        return completion
+
+    async def score(self, tokens: Array) -> Array:
+        return await self._call("engine.score", tokens)
+
+    async def abort(self, keys: Sequence[str] | None = None) -> int:
+        return int(await self._call("engine.abort", None if keys is None else list(keys)))
+
+    async def pause(self) -> None:
+        await self._call("engine.pause")
+
+    async def resume(self) -> None:
+        await self._call("engine.resume")
+
+    async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
+        raise TypeError("weights do not pass through the driver: publish them with a transport")
+
+    async def version(self) -> int:
+        return int(await self._call("engine.version"))
+
+    async def health(self) -> Mapping[str, float]:
+        answer: Mapping[str, float] = await self._call("engine.health")
+        return answer
+
+    async def sleep(self) -> None:
+        await self._call("engine.sleep")
+
+    async def wake(self) -> None:
+        await self._call("engine.wake")
+
+    async def _call(self, target: str, *args: Any) -> Any:
+        return await self.handle.call(target, *args, timeout=self._timeout_s)

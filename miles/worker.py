@@ -1,0 +1,149 @@
+"""The one entry of every worker process: `python -m miles.worker --fd N --name NAME`.
+
+A worker receives names and plain configs over an inherited socket, loads the same plugins as its driver, builds the
+parts through the same factories, and answers calls. Coroutine methods run in its event loop, others one at a time
+in a thread. It ends when its driver does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miles.errors import PluginVersionError, WorkerError
+from miles.plugins import Registry
+from miles.protocols import Context, Spec
+from miles.wire import Connection, error_to_wire
+
+__all__ = ["main"]
+
+HEARTBEAT_S = 1.0
+
+
+class Worker:
+    """Parts by name, and the calls on them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: dict[str, Any] = {}
+        self._registry: Registry | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="call")
+        self._lost = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection = Connection(self._on_frame, self._lost.set)
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Answer calls until the driver closes the socket."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self._connection, sock=sock)
+        beat = loop.create_task(self._heartbeat())
+        await self._lost.wait()
+        beat.cancel()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._connection.send(["beat", time.time()])
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _on_frame(self, frame: Any) -> None:
+        call, target, args, kwargs = frame
+        task = asyncio.get_running_loop().create_task(self._answer(call, target, args, kwargs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, call: int, target: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            method = self._method(target)
+            if inspect.iscoroutinefunction(method):
+                result = await method(*args, **kwargs)
+            else:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._thread, lambda: method(*args, **kwargs))
+            self._connection.send(["ok", call, result])
+        except Exception as error:  # noqa: BLE001 - the boundary: raised again in the driver
+            self._connection.send(["error", call, error_to_wire(error)])
+
+    def _method(self, target: str) -> Any:
+        part, _, name = target.partition(".")
+        if target == "worker.build":
+            return self.build
+        if part not in self.parts or name.startswith("_"):
+            raise WorkerError(f"{self.name}: no part {part!r} (has: {', '.join(self.parts)})")
+        return getattr(self.parts[part], name)
+
+    def build(
+        self,
+        parts: list[Spec],
+        plugins: list[str],
+        provenance: Mapping[str, Any],
+        context: Mapping[str, Any],
+    ) -> list[str]:
+        """Build `parts` in order, replacing what was built before; the names of what there is now."""
+        if self._registry is None:
+            self._registry = Registry.load(files=tuple(plugins))
+            mine = self._registry.provenance()
+            if provenance and dict(mine) != dict(provenance):
+                different = sorted(
+                    k for k in {*mine, *provenance} if mine.get(k) != provenance.get(k)
+                )
+                raise PluginVersionError(
+                    f"{self.name}: plugins differ from the driver's: {', '.join(different)}"
+                )
+        self.parts.clear()
+        around = Context(directory=Path(context["directory"]), **{
+            k: context[k] for k in ("seed", "settings", "rank", "world", "master")
+        })
+        for spec in parts:
+            part = self._registry.build(spec, around)
+            self.parts[spec.kind] = part
+            if spec.kind in ("model", "precision"):
+                around = replace(around, **{spec.kind: part})
+        if (transport := self.parts.get("transport")) is not None:
+            if "trainer" in self.parts:
+                self.parts["sender"] = transport.sender(self.parts["trainer"])
+            if "engine" in self.parts:
+                self.parts["receiver"] = transport.receiver(self.parts["engine"])
+        return list(self.parts)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the driver is gone, however it went (Linux; elsewhere the socket tells)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    parser = argparse.ArgumentParser(prog="miles.worker", description="internal: started by a runtime")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    _die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    sock = socket.socket(fileno=args.fd)
+    sock.setblocking(False)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(Worker(args.name).serve(sock))
+    sys.stdout.flush()
+    os._exit(0)  # a call may still sit in a thread; nothing here is worth waiting for
+
+
+if __name__ == "__main__":
+    main()
