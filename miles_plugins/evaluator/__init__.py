@@ -1,0 +1,1 @@
+"""How a policy version is scored: the built-in evaluators, one module each."""

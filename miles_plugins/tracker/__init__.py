@@ -1,0 +1,1 @@
+"""Where metrics go: the built-in trackers, one module each."""

@@ -1,0 +1,133 @@
+"""The `jsonl` tracker: every moment of a run as one line of JSON in the run directory.
+
+It neither aggregates nor draws; `miles report` reads what it writes. The configuration is not
+repeated here: it has a file of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from miles import ConfigError, Context, RunError
+
+# Publishes are part of every step's metrics; the configuration is in `config.yaml`.
+_SKIPPED_MOMENTS = {"weights_published"}
+_SKIPPED_KEYS = {"config", "directory"}
+
+
+class Jsonl:
+    """Appends one JSON object a moment to `metrics.jsonl`.
+
+    A line holds `moment` (`step_finished`, `evaluated`, `stage_started`, ...), `at` (seconds since
+    the epoch), `step` once known, and the moment's own values; an evaluation's are named as in the
+    metrics table (`eval/<set>/score`). Numbers that are not finite are written as null. A resumed
+    run first removes what came after the step it continues from: every step is there once.
+    """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        file: str = "metrics.jsonl"
+        """Name of the file, in the run directory."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        if Path(config.file).name != config.file or not config.file:
+            raise ConfigError(
+                f"tracker jsonl: file: {config.file!r} is not a file name in the run directory"
+            )
+        self._path = context.directory / config.file
+        self._file: BinaryIO | None = None
+        self._step: int | None = None
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain)
+
+    def moment(self, name: str, data: Mapping[str, Any]) -> None:
+        """Append one line. Raises `RunError` when it cannot be written."""
+        if name in _SKIPPED_MOMENTS:
+            return
+        try:
+            if name == "stage_started":
+                self._rewind(int(data["version"]))
+            self._step = data.get("step", self._step)
+            step = {} if self._step is None else {"step": self._step}
+            self._append(
+                {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
+            )
+        except OSError as error:
+            message = f"tracker jsonl: cannot write {self._path}: {error.strerror}"
+            raise RunError(message) from error
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _end_last_line(self._path)
+            self._file = self._path.open("ab")
+        self._file.write(self._encoder.encode(line) + b"\n")
+        self._file.flush()
+
+    def _rewind(self, version: int) -> None:
+        """Forget what the weights do not remember: lines of later steps, and torn ones."""
+        self._step = version
+        if not self._path.exists() or not any(
+            _is_later(line, version) for line in _lines(self._path)
+        ):
+            return
+        self.close()
+        kept = self._path.with_name(self._path.name + ".rewind")
+        with kept.open("wb") as file:
+            for line in _lines(self._path):
+                if not _is_later(line, version):
+                    file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        kept.replace(self._path)
+
+
+def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    if name == "evaluated":
+        return {
+            k if k in ("step", "stage", "set") else f"eval/{data['set']}/{k}": v
+            for k, v in data.items()
+        }
+    return {k: v for k, v in data.items() if k not in _SKIPPED_KEYS}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from file
+
+
+def _is_later(line: bytes, version: int) -> bool:
+    try:
+        found = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return True
+    return not isinstance(found, dict) or found.get("step", 0) > version
+
+
+def _end_last_line(path: Path) -> None:
+    """A process that died while writing leaves a torn line; the next must not be glued to it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars as Python's; anything else is said to be what it is."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"tracker jsonl: a {type(value).__name__} is not a plain value")

@@ -1,0 +1,129 @@
+"""The jsonl tracker: one line a moment, and nothing twice after a resume."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles import ConfigError, Context, RunError
+from miles_plugins.tracker.jsonl import Jsonl
+
+
+def make(directory: Path) -> Jsonl:
+    return Jsonl(Jsonl.Config(), Context(directory=directory))
+
+
+def lines(directory: Path) -> list[dict]:
+    return [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(tracker: Jsonl, first: int, last: int) -> None:
+    tracker.moment("run_started", {"directory": "x", "name": "n", "config": {"a": 1}})
+    tracker.moment("stage_started", {"stage": "grpo", "version": first, "steps": 9})
+    for step in range(first + 1, last + 1):
+        tracker.moment("step_finished", {"step": step, "stage": "grpo", "reward/mean": step / 9})
+        tracker.moment("evaluated", {"step": step, "set": "heldout", "score": 0.5, "version": step})
+
+
+def test_jsonl_writes_a_line_a_moment(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    run(tracker, 0, 1)
+    tracker.moment("weights_published", {"version": 1, "digest": "d", "bytes": 1, "seconds": 0.1})
+    tracker.moment("warned", {"text": "budget"})
+    tracker.close()
+    tracker.close()
+    found = lines(tmp_path)
+    assert [x["moment"] for x in found] == [
+        "run_started",
+        "stage_started",
+        "step_finished",
+        "evaluated",
+        "warned",
+    ]
+    assert "config" not in found[0]
+    assert "step" not in found[0]
+    assert found[2]["reward/mean"] == pytest.approx(1 / 9)
+    assert found[3]["eval/heldout/score"] == 0.5
+    assert found[3]["set"] == "heldout"
+    assert found[4]["step"] == 1
+
+
+def test_jsonl_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    tracker.moment("step_finished", {"step": 1})
+    assert lines(tmp_path)[0]["step"] == 1
+    tracker.close()
+
+
+def test_jsonl_writes_numbers_that_are_not_finite_as_null(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    values = {"a": math.nan, "b": np.float32("inf"), "c": np.float64(2), "d": np.int64(3)}
+    tracker.moment("step_finished", {"step": 1, **values})
+    tracker.close()
+    found = lines(tmp_path)[0]
+    assert [found[k] for k in "abcd"] == [None, None, 2.0, 3]
+
+
+@pytest.mark.parametrize(
+    "torn", ["", '{"moment": "step_fin', '{"moment":"step_finished","step":5}']
+)
+def test_jsonl_resumed_run_has_every_step_once(tmp_path: Path, torn: str) -> None:
+    tracker = make(tmp_path)
+    run(tracker, 0, 6)
+    tracker.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    tracker = make(tmp_path)
+    run(tracker, 4, 8)
+    tracker.close()
+    for moment in ("step_finished", "evaluated"):
+        steps = [x["step"] for x in lines(tmp_path) if x["moment"] == moment]
+        assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_jsonl_next_stage_forgets_nothing(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    run(tracker, 0, 3)
+    before = lines(tmp_path)
+    tracker.moment("stage_started", {"stage": "second", "version": 3, "steps": 1})
+    tracker.close()
+    assert lines(tmp_path)[:-1] == before
+
+
+@settings(max_examples=25, deadline=None)
+@given(stops=st.lists(st.integers(0, 12), min_size=1, max_size=4), cut=st.integers(0, 60))
+def test_jsonl_survives_any_number_of_crashes(
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int], cut: int
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    reached = 0
+    for stop in stops:
+        reached = min(stop, reached)  # resumes at a checkpoint at or before where it got to
+        tracker = make(directory)
+        run(tracker, reached, reached + 5)
+        tracker.close()
+        path = directory / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[: -cut or None])
+        whole = [json.loads(x) for x in path.read_bytes().splitlines() if x.endswith(b"}")]
+        reached = max([x["step"] for x in whole if x["moment"] == "step_finished"], default=0)
+    tracker = make(directory)
+    run(tracker, reached, reached + 2)
+    tracker.close()
+    steps = [x["step"] for x in lines(directory) if x["moment"] == "step_finished"]
+    assert steps == list(range(1, reached + 3))
+
+
+def test_jsonl_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"tracker jsonl: cannot write .*metrics.jsonl: Is a dir"):
+        make(tmp_path).moment("step_finished", {"step": 1})
+
+
+@pytest.mark.parametrize("file", ["", "../x", "a/b"])
+def test_jsonl_refuses_a_file_elsewhere(tmp_path: Path, file: str) -> None:
+    with pytest.raises(ConfigError, match="is not a file name in the run directory"):
+        Jsonl(Jsonl.Config(file=file), Context(directory=tmp_path))
