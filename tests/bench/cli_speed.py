@@ -1,9 +1,11 @@
-"""How long `miles plugins list` and `miles check` take in fresh processes, and whether listing imports torch.
+"""How long `miles plugins list` and `miles check` take in fresh processes, and whether listing
+imports torch.
 
     python tests/bench/cli_speed.py [--repeats 7] [--json FILE]
 
-Limits: `miles plugins list` under 0.6 s and without torch; `miles check` of the default run under 3 s. The figure is
-the median wall-clock of the installed command, after one run that fills the file cache.
+Limits: `miles plugins list` under 0.6 s and without torch; `miles check` of the default run under
+3 s. The figure is the median wall-clock of the installed command, after one run that fills the
+file cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A local miles plugin that writes the CPU seconds of the driver and of its workers after every step.
+"""A local miles plugin that writes the CPU seconds of the driver and of its workers after every
+step.
 
-`plugins=[tests/bench/clock.py]` adds `cpu.jsonl` to the run directory: a line a step with `step`, `stage`, `wall`
-(seconds on the monotonic clock), `driver` and `workers` (user and system CPU seconds since each process began), and
-`own`, what reading all that cost the driver. Differences between lines are what steps cost, so that start-up is never
-part of a figure. It judges nothing.
+`plugins=[tests/bench/clock.py]` adds `cpu.jsonl` to the run directory: a line a step with `step`,
+`stage`, `wall` (seconds on the monotonic clock), `driver` and `workers` (user and system CPU
+seconds since each process began), and `own`, what reading all that cost the driver. Differences
+between lines are what steps cost, so that start-up is never part of a figure. It judges nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,12 +79,14 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def costs(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What each step but the first cost: CPU seconds of `driver`, `workers` and `total`, and `wall` seconds.
+    """What each step but the first cost: CPU seconds of `driver`, `workers` and `total`, and
+    `wall` seconds.
 
-    A worker that appears or disappears between two lines (a change of stage) makes that step unusable: it is left out.
+    A worker that appears or disappears between two lines (a change of stage) makes that step
+    unusable: it is left out.
     """
     found = []
-    for before, after in zip(lines, lines[1:], strict=False):
+    for before, after in pairwise(lines):
         if before["stage"] != after["stage"] or before["workers"].keys() != after["workers"].keys():
             continue
         driver = after["driver"] - before["driver"] - before["own"]

@@ -2,10 +2,10 @@
 
     python tests/bench/default_run.py [--dir DIR] [--json FILE]
 
-Limits, on two cores: at most 180 s in all, imports included; greedy held-out accuracy of at least 0.95 at the end;
-the RL stage itself raises sampled reward by at least 0.35 (mean of its last ten steps over mean of its first three);
-mismatch below 1e-4 at every RL step; every metric name in the table. The command runs in an empty folder, so that
-nothing but its own defaults decides.
+Limits, on two cores: at most 180 s in all, imports included; greedy held-out accuracy of at least
+0.95 at the end; the RL stage itself raises sampled reward by at least 0.35 (mean of its last ten
+steps over mean of its first three); mismatch below 1e-4 at every RL step; every metric name in
+the table. The command runs in an empty folder, so that nothing but its own defaults decides.
 """
 
 from __future__ import annotations

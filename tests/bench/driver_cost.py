@@ -1,15 +1,16 @@
-"""What the driver process costs: its CPU as a share of an RL step, and per trajectory in supervised steps.
+"""What the driver process costs: its CPU as a share of an RL step, and per trajectory in
+supervised steps.
 
     python tests/bench/driver_cost.py [--json FILE] [override ...]
 
-Runs the first steps of both stages of the default run (`--sft-steps`, `--rl-steps`) with a plugin that reads the
-CPU clock of every process after each step. Engine and trainer are other processes, so what the driver burns is loop,
-buffer, sessions, tokenizer, rewards, algorithm, metrics, ledger and trackers; the reward, which the limits exclude,
-is measured by wrapping the environment and taken away.
+Runs the first steps of both stages of the default run (`--sft-steps`, `--rl-steps`) with a plugin
+that reads the CPU clock of every process after each step. Engine and trainer are other processes,
+so what the driver burns is loop, buffer, sessions, tokenizer, rewards, algorithm, metrics, ledger
+and trackers. Rewards could be left out by the limits' wording; they are counted all the same.
 
-Limits: at most 10 % of an RL step (driver CPU over the step's CPU in all processes, the smaller and so the stricter
-denominator on two cores), and at most 100 µs a trajectory in supervised steps. Figures are medians over steps after
-the first `--warmup` of a stage.
+Limits: at most 10 % of an RL step (driver CPU over CPU of all processes), and at most 100 µs a
+trajectory in supervised steps. Figures are medians over steps after the first `--warmup` of a
+stage.
 """
 
 from __future__ import annotations

@@ -2,20 +2,23 @@
 
     python tests/bench/grpo_vs_trl.py [--venv DIR] [--steps 25] [--rounds 3] [--json FILE]
 
-Both sides train the same model directory (random weights, about 100 k parameters, fp32) on the same prompts: 8
-prompts × 8 samples × 16 new tokens a step, one optimizer step over all 64 completions, AdamW at the same constant
-rate without weight decay, clipping at norm 1, no reference model and no KL, temperature 1, no activation
-checkpointing, one torch thread. No end-of-turn id exists for either, so that every completion has exactly 16 tokens.
-The reward is the same Python function.
+Both sides train the same model directory (random weights, about 100 k parameters, fp32) on the
+same prompts: 8 prompts × 8 samples × 16 new tokens a step, one optimizer step over all 64
+completions, AdamW at the same constant rate without weight decay, clipping at norm 1, no
+reference model and no KL, temperature 1, no activation checkpointing, one torch thread. No
+end-of-turn id exists for either, so that every completion has exactly 16 tokens. The reward is
+the same Python function.
 
-The figure is user plus system CPU seconds of every process of a side from the end of one step to the end of the
-next: sampling, reward, log-probs, loss, backward, optimizer, moving weights and each side's own bookkeeping (for
-miles: driver, trainer and engine processes, with metrics and ledger written every step and weights published every
-step; for TRL: one process, with its logging and saving off). Starting up, the first `--warmup` steps and writing
-checkpoints are outside. The sides alternate, and each is the median over its steps.
+The figure is user plus system CPU seconds of every process of a side from the end of one step to
+the end of the next: sampling, reward, log-probs, loss, backward, optimizer, moving weights and
+each side's own bookkeeping (for miles: driver, trainer and engine processes, with metrics and
+ledger written every step and weights published every step; for TRL: one process, with its logging
+and saving off). Starting up, the first `--warmup` steps and writing checkpoints are outside. The
+sides alternate, and each is the median over its steps.
 
-TRL lives in a virtual environment of its own, made at the first run in `--venv` (or `$MILES_BENCH_VENV`, or a cache
-folder). This is a measurement: it needs a package index the first time and takes about a minute a round.
+TRL lives in a virtual environment of its own, made at the first run in `--venv` (or
+`$MILES_BENCH_VENV`, or a cache folder). This is a measurement: it needs a package index the first
+time and takes about a minute a round.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +63,8 @@ def prepare_venv(directory: Path) -> Path:
 
 
 def write_model(directory: Path) -> None:
-    """A random Qwen3 with byte-level tokens as a Hugging Face directory; its end token is an id it cannot sample."""
+    """A random Qwen3 with byte-level tokens as a Hugging Face directory; its end token is an id it
+    cannot sample."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -123,7 +128,7 @@ def run_trl(
     if set(result["lengths"]) != {WORK["new_tokens"]}:
         raise RuntimeError(f"TRL's completions have lengths {sorted(set(result['lengths']))}")
     marks = result["marks"]
-    return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+    return [after - before for before, after in pairwise(marks)]
 
 
 def miles_overrides(scratch: Path, model: Path, data: Path, steps: int, name: str) -> list[str]:

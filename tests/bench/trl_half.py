@@ -1,7 +1,7 @@
 """TRL's half of `grpo_vs_trl.py`: run `GRPOTrainer` and write the CPU seconds of every step.
 
-Runs inside TRL's own virtual environment and imports nothing of miles or of this folder but the reward. It does
-not compare and does not make the model.
+Runs inside TRL's own virtual environment and imports nothing of miles or of this folder but the
+reward. It does not compare and does not make the model.
 """
 
 from __future__ import annotations
