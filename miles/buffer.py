@@ -1,8 +1,9 @@
 """Places for groups, and the one place where freshness is decided.
 
-The buffer admits new groups, holds finished ones, hands the trainer batches that are fresh enough, and keeps the
-accounts: every group that was started is in flight, buffered, in training, trained, or dropped for a named reason.
-It never samples, trains or reads a clock other than to say how long it waited.
+The buffer admits new groups, holds finished ones, hands the trainer batches that are fresh enough,
+and keeps the accounts: every group that was started is in flight, buffered, in training, trained,
+or dropped for a named reason. It never samples, trains or reads a clock other than to say how long
+it waited.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Buffer:
         take_order: str = "fifo",
         free_each_sample: bool = False,
         version: int = 0,
+        until: int | None = None,
         starved_after_s: float = 120.0,
     ) -> None:
         self.groups_per_step = groups_per_step
@@ -75,8 +77,11 @@ class Buffer:
         self.starved_after_s = starved_after_s
         self.trainer_version = version
         self.published_version = version
+        self.until = until  # version after which no group is needed
         self.accounts = Accounts()
-        self.ended: list[tuple[int, str]] = []  # (group id, "trained" or the drop's reason) since the last ledger line
+        self.ended: list[
+            tuple[int, str]
+        ] = []  # (group id, "trained" or the drop's reason) since the last ledger line
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
         self._running_total = 0
@@ -92,11 +97,16 @@ class Buffer:
     def room(self) -> bool:
         """Whether one more group may start now."""
         a = self.accounts
-        ahead = self.published_version + self.max_lag + 1 - self.trainer_version
+        newest = self.published_version + self.max_lag + 1
+        if self.until is not None:
+            newest = min(newest, self.until)
+        ahead = newest - self.trainer_version
         return (
             not self._held
             and not self._closed
-            and a.in_flight + a.buffered + a.training < ahead * self.groups_per_step + self.oversample
+            and ahead > 0
+            and a.in_flight + a.buffered + a.training
+            < ahead * self.groups_per_step + self.oversample
             and a.buffered + a.training < self.capacity
             and self.concurrency - self._running_total >= self.samples_per_group
         )
@@ -134,12 +144,17 @@ class Buffer:
         self._changed.set()
 
     def cancel(self, lease: Lease, reason: str) -> None:
-        """A group in flight will never come back."""
-        if lease.id in self._running:
-            self._running_total -= self._running.pop(lease.id)
-            self.accounts.in_flight -= 1
+        """A group in flight will never come back. After `stop` its lease stays open, as if it had
+        never started: a resumed run starts it again."""
+        if lease.id not in self._running:
+            return
+        self._running_total -= self._running.pop(lease.id)
+        self.accounts.in_flight -= 1
+        if self._stopped:
+            self.accounts.started -= 1
+        else:
             self._end(lease.id, reason)
-            self._changed.set()
+        self._changed.set()
 
     def _end(self, group: int, fate: str) -> None:
         del self._leases[group]
@@ -164,10 +179,11 @@ class Buffer:
             self._changed.set()
 
     async def take(self, count: int, *, last: str = "keep") -> list[Group]:
-        """Exactly `count` groups, none older than `max_lag`, in order of id; they count as in training.
+        """Exactly `count` groups, none older than `max_lag`, in order of id; they count as in
+        training.
 
-        When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty also after
-        `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
+        When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty
+        also after `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
         """
         self._last_arrival = began = time.monotonic()
         seen = Counter(self.accounts.dropped)
@@ -264,7 +280,8 @@ class Buffer:
         self._changed.set()
 
     def leases(self) -> list[Lease]:
-        """Every group that was started and has not ended, by id: what a resumed run starts again."""
+        """Every group that was started and has not ended, by id: what a resumed run starts
+        again."""
         return [self._leases[i] for i in sorted(self._leases)]
 
     @property

@@ -1,6 +1,7 @@
 """Checkpoints: one directory a step, complete or absent, every file with its digest.
 
-Written under a temporary name, synced, and renamed. What the files mean belongs to whoever wrote them.
+Written under a temporary name, synced, and renamed. What the files mean belongs to whoever wrote
+them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _NAME = re.compile(r"step_(\d{6,})")
 async def write(
     folder: Path, step: int, fill: Callable[[Path], Awaitable[Mapping[str, Any]]]
 ) -> Path:
-    """Create `folder/step_<step>`: `fill` writes files into the directory it is given and returns the state that
-    becomes `state.json`. Raises `CheckpointError` naming what could not be written; nothing half-made is left."""
+    """Create `folder/step_<step>`: `fill` writes files into the directory it is given and returns
+    the state that becomes `state.json`. Raises `CheckpointError` naming what could not be written;
+    nothing half-made is left."""
     final = folder / f"step_{step:06d}"
     partial = folder / f".{final.name}.partial"
     try:
@@ -56,12 +58,14 @@ async def write(
 
 
 def verify(checkpoint: Path) -> None:
-    """Check every file against the manifest. Raises `CheckpointError` naming the first file that is missing, extra
-    or damaged, and the newest good checkpoint beside it."""
+    """Check every file against the manifest. Raises `CheckpointError` naming the first file that is
+    missing, extra or damaged, and the newest good checkpoint beside it."""
     if (fault := _fault(checkpoint)) is None:
         return
     error = CheckpointError(f"checkpoint {checkpoint}: {fault}")
-    good = next((c for c in reversed(find(checkpoint.parent)) if c != checkpoint and not _fault(c)), None)
+    good = next(
+        (c for c in reversed(find(checkpoint.parent)) if c != checkpoint and not _fault(c)), None
+    )
     error.add_note(f"newest good one: {good}" if good else "no other checkpoint there is good")
     raise error
 
@@ -96,7 +100,8 @@ def find(folder: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint that `resume=path` means: itself, or the newest of a run directory. Raises `CheckpointError`."""
+    """The checkpoint that `resume=path` means: itself, or the newest of a run directory. Raises
+    `CheckpointError`."""
     if not path.exists():
         raise CheckpointError(f"resume={path}: there is no such directory")
     if _NAME.fullmatch(path.name):

@@ -1,7 +1,8 @@
 """Every error miles raises on purpose, in one tree.
 
-The first line of a message says what and where; hints are attached with `add_note`. All errors survive
-pickling, because they cross process boundaries. This module holds no behaviour beyond wording.
+The first line of a message says what and where; hints are attached with `add_note`. All errors
+survive pickling, because they cross process boundaries. This module holds no behaviour beyond
+wording.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BadReward",
     "BufferStarved",
     "CheckpointError",
     "ConfigError",
@@ -17,12 +19,14 @@ __all__ = [
     "EngineError",
     "EpisodeError",
     "EpisodeTimeout",
+    "GenerationAborted",
     "MilesError",
     "PluginConflict",
     "PluginError",
     "PluginLoadError",
     "PluginNotFound",
     "PluginVersionError",
+    "PromptTooLong",
     "RolloutError",
     "RunError",
     "SampleError",
@@ -36,7 +40,8 @@ __all__ = [
 
 
 def choices(wrong: str, valid: Iterable[str]) -> str:
-    """Words for "what instead": the close match, if there is one, and every valid choice, sorted."""
+    """Words for "what instead": the close match, if there is one, and every valid choice,
+    sorted."""
     names = sorted(valid)
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
     guess = f"did you mean {close[0]!r}? " if close else ""
@@ -53,7 +58,8 @@ class MilesError(Exception):
 
 
 class ConfigError(MilesError):
-    """The configuration cannot be used: kind, component, key, file and the valid choices are in the text."""
+    """The configuration cannot be used: kind, component, key, file and the valid choices are in the
+    text."""
 
 
 class PluginError(MilesError):
@@ -112,10 +118,28 @@ class EngineError(RolloutError):
     reason = "engine_error"
 
 
+class BadReward(EpisodeError):
+    """A reward was not one finite number."""
+
+    reason = "bad_reward"
+
+
 class EpisodeTimeout(RolloutError):
     """An episode ran past its deadline."""
 
     reason = "timeout"
+
+
+class PromptTooLong(RolloutError):
+    """A prompt leaves no room for a token in the model's context."""
+
+    reason = "prompt_too_long"
+
+
+class GenerationAborted(RolloutError):
+    """The engine ended a completion before its end, because somebody asked it to."""
+
+    reason = "aborted"
 
 
 class RunError(MilesError):

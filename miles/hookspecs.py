@@ -1,8 +1,8 @@
 """Every moment a plugin may watch or answer, in the order of a run's life.
 
-Implement one with `@miles.hookimpl` in the module that an entry point of group `miles` names. Importing such a
-module must be cheap: no torch, ray or sglang. The `miles_make_<kind>` factories at the end are generated from
-the table of kinds.
+Implement one with `@miles.hookimpl` in the module that an entry point of group `miles` names.
+Importing such a module must be cheap: no torch, ray or sglang. The `miles_make_<kind>` factories at
+the end are generated from the table of kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ hookimpl = pluggy.HookimplMarker("miles")
 
 @hookspec
 def miles_config_paths() -> str:  # type: ignore[empty-body]
-    """A folder of Hydra YAML, `<kind>/<name>.yaml`, as a path or `pkg://package.folder`. All answers are used."""
+    """A folder of Hydra YAML, `<kind>/<name>.yaml`, as a path or `pkg://package.folder`. All
+    answers are used."""
 
 
 @hookspec
@@ -33,17 +34,20 @@ def miles_commands(subparsers: Any) -> None:
 
 @hookspec
 def miles_rewards() -> Mapping[str, Callable[..., float]]:  # type: ignore[empty-body]
-    """Reward functions by name: `reward(text, task) -> float`. All answers are merged; a name twice is a conflict."""
+    """Reward functions by name: `reward(text, task) -> float`. All answers are merged; a name twice
+    is a conflict."""
 
 
 @hookspec
 def miles_filters() -> Mapping[str, Callable[[Group], Drop | None]]:  # type: ignore[empty-body]
-    """Admission filters by name, for `selector.admit`. All answers are merged; a name twice is a conflict."""
+    """Admission filters by name, for `selector.admit`. All answers are merged; a name twice is a
+    conflict."""
 
 
 @hookspec
 def miles_check(config: Mapping[str, Any]) -> Sequence[str]:  # type: ignore[empty-body]
-    """Faults of a resolved stage, as sentences, found without a GPU or an engine. All answers are shown."""
+    """Faults of a resolved stage, as sentences, found without a GPU or an engine. All answers are
+    shown."""
 
 
 # ---------------------------------------------------------------- a run begins
@@ -77,12 +81,16 @@ def miles_group_finished(group: Group, drop: Drop | None) -> None:
 
 @hookspec(firstresult=True)
 def miles_prepared(groups: Sequence[Group], batch: Batch) -> Batch | None:
-    """A batch is about to be trained on; returning another replaces it. Stops at the first answer."""
+    """A batch is about to be trained on; returning another replaces it. Stops at the first
+    answer."""
 
 
 @hookspec
-def miles_step_finished(step: int, groups: Sequence[Group], update: Update, metrics: Mapping[str, float]) -> None:
-    """A trainer step is done, published and accounted for; `metrics` is the step's flat dictionary."""
+def miles_step_finished(
+    step: int, groups: Sequence[Group], update: Update, metrics: Mapping[str, float]
+) -> None:
+    """A trainer step is done, published and accounted for; `metrics` is the step's flat
+    dictionary."""
 
 
 # ---------------------------------------------------------------- publish, evaluate, keep

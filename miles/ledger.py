@@ -28,7 +28,8 @@ class Ledger:
         return self._file.tell()
 
     def write(self, *, step: int, started: int, ended: Iterable[tuple[int, str]]) -> None:
-        """One step: how many groups were ever started, and (group id, fate) of those that ended since. Synced."""
+        """One step: how many groups were ever started, and (group id, fate) of those that ended
+        since. Synced."""
         by_fate: dict[str, list[int]] = defaultdict(list)
         for group, fate in ended:
             by_fate[fate].append(group)
@@ -50,7 +51,8 @@ class Ledger:
 
 
 def fates(path: Path) -> dict[int, list[str]]:
-    """Fate of every group along the lineage of the surviving weights: entries rolled back are left out."""
+    """Fate of every group along the lineage of the surviving weights: entries rolled back are left
+    out."""
     data = path.read_bytes()
     gone: list[tuple[int, int]] = []
     for _, line in _lines(data):

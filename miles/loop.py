@@ -1,18 +1,20 @@
 """START HERE. The loop: `train`, `publish`, `produce`, `rollout`, `play`. There is no other.
 
-Synchronous is `max_lag=0`, one step off is 1, fully asynchronous is more; the buffer decides freshness, the run
-object holds the chosen components. Nothing here knows a component by name, imports torch, or touches a file.
+Synchronous is `max_lag=0`, one step off is 1, fully asynchronous is more; the buffer decides
+freshness, the run object holds the chosen components. Nothing here knows a component by name,
+imports torch, or touches a file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 from miles.buffer import Buffer, Lease
-from miles.errors import EpisodeTimeout, RolloutError
+from miles.errors import BadReward, EpisodeTimeout, RolloutError, TokenMismatch
 from miles.placement import Placement
 from miles.protocols import Conversation, Environment, Episode, Selector, Tools
 from miles.settings import Settings
@@ -54,7 +56,7 @@ class Run(Protocol):
         """Through the transport, if this version is due."""
 
     def judge(self, group: Group) -> Drop | None:
-        """Whether a finished group is worth training on."""
+        """Look at a finished group: why not to train on it, or None."""
 
     async def evaluate(self, step: int) -> None:
         """Score the policy, if this step is due."""
@@ -116,7 +118,7 @@ async def _bring_back(run: Run, lease: Lease) -> None:
     except asyncio.CancelledError:
         run.buffer.cancel(lease, "run_ended")
         raise
-    drop = group.failure or run.judge(group)
+    drop = run.judge(group)
     run.buffer.finish(group, drop)
     run.hook.group_finished(group=group, drop=drop)
 
@@ -127,8 +129,9 @@ async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any
         tools = run.tools(lease, None, **how)
         try:
             async with asyncio.timeout(run.settings.episode_timeout_s):
-                return await own(lease.task, tools)
-        except (RolloutError, TimeoutError) as error:
+                group: Group = await own(lease.task, tools)
+                return group
+        except (RolloutError, TokenMismatch, TimeoutError) as error:
             failure = _as_drop(error, run.settings)
             failed = Trajectory(id=tools.id, samples=(), failure=failure)
             return Group(id=lease.id, task=lease.task, trajectories=(failed,))
@@ -143,7 +146,8 @@ async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any
 
 
 async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
-    """One attempt: the environment's own `play` if it has one, otherwise its episode. A failure is a value."""
+    """One attempt: the environment's own `play` if it has one, otherwise its episode. A failure is
+    a value."""
     tools = run.tools(lease, index, **how)
     try:
         async with asyncio.timeout(run.settings.episode_timeout_s):
@@ -152,7 +156,7 @@ async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
                 return trajectory
             made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
             return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
-    except (RolloutError, TimeoutError) as error:
+    except (RolloutError, TokenMismatch, TimeoutError) as error:
         return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, run.settings))
     finally:
         run.buffer.returned(lease.id)
@@ -169,20 +173,27 @@ async def episode(made: Episode, conversation: Conversation, max_turns: int) -> 
         messages = after.messages
     worth = await made.reward()
     reward, metrics = worth if isinstance(worth, tuple) else (worth, None)
-    return conversation.trajectory(reward=reward, metrics=metrics)
+    return conversation.trajectory(reward=_finite(reward), metrics=metrics)
 
 
 async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int) -> Group:
-    """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 - seed."""
+    """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 -
+    seed."""
     return await rollout(run, Lease(id=-1 - seed, task=task), samples, sampling=sampling)
+
+
+def _finite(reward: Any) -> float:
+    if isinstance(reward, int | float) and math.isfinite(reward):
+        return float(reward)
+    raise BadReward(f"the reward is {reward!r}, not one finite number")
 
 
 def _as_drop(error: Exception, settings: Settings) -> Drop:
     if isinstance(error, RolloutError):
         return Drop(reason=error.reason, detail=error.detail)
-    return Drop(
-        reason=EpisodeTimeout.reason, detail=f"ran past {settings.episode_timeout_s:g} s"
-    )
+    if isinstance(error, TokenMismatch):
+        return Drop(reason="token_mismatch", detail=error.detail)
+    return Drop(reason=EpisodeTimeout.reason, detail=f"ran past {settings.episode_timeout_s:g} s")
 
 
 @asynccontextmanager

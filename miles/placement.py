@@ -1,12 +1,13 @@
 """Where trainer and engines stand: on devices of their own, or taking turns on the same ones.
 
-A placement is two context managers around the loop's training and publishing; it moves no weights itself.
+A placement is two context managers around the loop's training and publishing; it moves no weights
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from miles.buffer import Buffer
@@ -23,10 +24,10 @@ class _Sleeper(Protocol):
 class Placement(Protocol):
     """What the loop asks of a placement."""
 
-    def training(self) -> object:
+    def training(self) -> AbstractAsyncContextManager[None]:
         """Async context manager: the trainer has its devices inside."""
 
-    def publishing(self) -> object:
+    def publishing(self) -> AbstractAsyncContextManager[None]:
         """Async context manager: engines can take weights inside."""
 
 
@@ -43,7 +44,8 @@ class Split:
 
 
 class Colocated:
-    """The same devices in turns: producers are held and drained, the engine sleeps while the trainer is awake.
+    """The same devices in turns: producers are held and drained, the engine sleeps while the
+    trainer is awake.
 
     Raises `TimeoutError` when trajectories in flight do not end within `drain_timeout_s`.
     """

@@ -5,6 +5,7 @@ Only names and plain values go through; what a method means is in `miles.protoco
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,8 @@ class RemoteTrainer:
         return update
 
     async def logprobs(self, tokens: Tokens, source: str) -> Array:
-        return (await self._all("trainer.logprobs", tokens, source))[0]
+        values: Array = (await self._all("trainer.logprobs", tokens, source))[0]
+        return values
 
     async def save(self, directory: Path) -> None:
         await self._all("trainer.save", str(directory))
@@ -55,13 +57,26 @@ class RemoteEngine:
     def __init__(self, handle: Handle, *, timeout_s: float) -> None:
         self.handle = handle
         self._timeout_s = timeout_s
+        self._aborts: set[asyncio.Task[int]] = set()
 
     async def generate(self, request: Request) -> Completion:
-        completion: Completion = await self.handle.call("engine.generate", request)
+        try:
+            completion: Completion = await self.handle.call("engine.generate", request)
+        except asyncio.CancelledError:  # nobody waits any more: free its place in the engine
+            task = asyncio.get_running_loop().create_task(self.abort([request.key]))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborted)
+            raise
         return completion
 
+    def _aborted(self, task: asyncio.Task[int]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled():
+            task.exception()  # an engine that is gone has nothing left to abort
+
     async def score(self, tokens: Array) -> Array:
-        return await self._call("engine.score", tokens)
+        values: Array = await self._call("engine.score", tokens)
+        return values
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
         return int(await self._call("engine.abort", None if keys is None else list(keys)))

@@ -1,4 +1,5 @@
-"""One way to derive every random choice from the run's seed, equal in every process and Python version."""
+"""One way to derive every random choice from the run's seed, equal in every process and Python
+version."""
 
 from __future__ import annotations
 

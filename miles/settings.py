@@ -43,7 +43,8 @@ class Settings:
     concurrency: int = 256
     """Trajectories in flight at most."""
     oversample: int = 0
-    """Groups started beyond what a step needs; the surplus is dropped as `surplus` when max_lag is 0."""
+    """Groups started beyond what a step needs; the surplus is dropped as `surplus` when max_lag is
+    0."""
     granularity: Literal["auto", "group", "sample"] = "auto"
     """What frees a place: the whole group or each trajectory; auto is group when max_lag is 0."""
     capacity_factor: float = 2.0
@@ -66,6 +67,8 @@ class Settings:
     """Trainer steps between evaluations; 0 only at the beginning and end of a stage."""
     starved_after_s: float = 120.0
     """Seconds the trainer waits for groups before the run stops and says what it saw."""
+    worker_timeout_s: float = 1800.0
+    """Seconds one call to a worker may take: a trainer step, a save, a publish."""
     episode_timeout_s: float = 300.0
     """Seconds one trajectory may take."""
     max_turns: int = 16

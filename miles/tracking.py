@@ -1,4 +1,5 @@
-"""Moments on their way to trackers: a bounded queue and one thread, so that no tracker can hold up the loop."""
+"""Moments on their way to trackers: a bounded queue and one thread, so that no tracker can hold up
+the loop."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ log = logging.getLogger("miles.tracking")
 class Tracking:
     """Tells every tracker of every moment, in order.
 
-    A tracker that raises is reported once and told nothing more. When trackers fall `limit` moments behind, further
-    ones are counted and left out, and a `warned` moment says how many.
+    A tracker that raises is reported once and told nothing more. When trackers fall `limit` moments
+    behind, further ones are counted and left out, and a `warned` moment says how many.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], *, limit: int = 4096) -> None:
@@ -56,12 +57,13 @@ class Tracking:
                 tracker.close()
             else:
                 tracker.moment(name, data)
-        except Exception:  # noqa: BLE001 - foreign code; a tracker must never stop a run
+        except Exception:
             log.exception("tracker %s failed at %s and is told nothing more", key, name)
             del self._trackers[key]
 
     def close(self, timeout: float = 30.0) -> Sequence[str]:
-        """Deliver what is queued and close the trackers; names of those that did not end in time."""
+        """Deliver what is queued and close the trackers; names of those that did not end in
+        time."""
         if not self._closed:
             self._closed = True
             try:

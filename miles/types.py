@@ -102,7 +102,8 @@ class Request:
     sampling: Sampling
     """How to draw."""
     seed: int
-    """The completion's tokens are a function of weights, tokens, sampling and this, of nothing else."""
+    """The completion's tokens are a function of weights, tokens, sampling and this, of nothing
+    else."""
     demonstration: Array | None = None
     """(tokens,) int32: the task's own solution, for an engine that replays; others ignore it."""
 
@@ -114,8 +115,8 @@ class Completion:
     tokens: Array
     """(tokens,) int32, the stop token included."""
     logprobs: Array | None
-    """(tokens,) float32 under the full distribution at the sampling temperature; None if nothing was sampled
-    from a distribution (a demonstration)."""
+    """(tokens,) float32 under the full distribution at the sampling temperature; None if nothing
+    was sampled from a distribution (a demonstration)."""
     spans: tuple[Span, ...]
     """Tile [0, tokens) exactly, versions never decreasing."""
     finish: Finish
@@ -125,7 +126,9 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""
     experts: Array | None = None
-    """(tokens, layers, top_k) narrow unsigned ints: the routing to replay; None for dense models."""
+    """(tokens, layers, top_k) narrow unsigned ints: the routing to replay; None for dense
+    models.
+    """
 
 
 def _fail(what: str) -> None:
@@ -136,8 +139,8 @@ def _fail(what: str) -> None:
 class Sample:
     """One root-to-leaf token sequence; it checks itself when made.
 
-    Raises `SampleError` unless: lengths are equal; spans tile exactly the sampled tokens; trainable tokens are
-    sampled; versions never decrease; log-probs of sampled tokens are finite.
+    Raises `SampleError` unless: lengths are equal; spans tile exactly the sampled tokens; trainable
+    tokens are sampled; versions never decrease; log-probs of sampled tokens are finite.
     """
 
     tokens: Array
@@ -147,13 +150,15 @@ class Sample:
     trainable: Array
     """(tokens,) bool: may carry loss; a subset of `sampled`."""
     logprobs: Array | None
-    """(tokens,) float32: full-distribution log-prob of each sampled token, 0 elsewhere; None for demonstrations."""
+    """(tokens,) float32: full-distribution log-prob of each sampled token, 0 elsewhere; None for
+    demonstrations."""
     spans: tuple[Span, ...]
     """Weight version of every sampled token, by position in `tokens`."""
     finish: Finish = "stop"
     """Why the last completion ended."""
     truncated_logprobs: Array | None = None
-    """(tokens,) float32: as `logprobs`, under the distribution cut by top-p/top-k; None when nothing was cut."""
+    """(tokens,) float32: as `logprobs`, under the distribution cut by top-p/top-k; None when
+    nothing was cut."""
     experts: Array | None = None
     """(tokens, layers, top_k) routing to replay; None for dense models."""
 
@@ -162,11 +167,15 @@ class Sample:
         if self.tokens.dtype != np.int32:
             _fail(f"tokens are {self.tokens.dtype}, not int32")
         if len(self.sampled) != size or len(self.trainable) != size:
-            _fail(f"{size} tokens, {len(self.sampled)} sampled bits, {len(self.trainable)} trainable bits")
+            _fail(
+                f"{size} tokens, {len(self.sampled)} sampled bits, {len(self.trainable)} trainable bits"
+            )
         if self.sampled.dtype != np.bool_ or self.trainable.dtype != np.bool_:
             _fail(f"sampled is {self.sampled.dtype} and trainable {self.trainable.dtype}, not bool")
         if (self.trainable > self.sampled).any():
-            _fail(f"token {int(np.argmax(self.trainable > self.sampled))} is trainable but was not sampled")
+            _fail(
+                f"token {int(np.argmax(self.trainable > self.sampled))} is trainable but was not sampled"
+            )
         for name in ("logprobs", "truncated_logprobs"):
             values = getattr(self, name)
             if values is None:
@@ -252,7 +261,8 @@ class Group:
 
     @property
     def oldest(self) -> WeightVersion | None:
-        """Oldest version of a trainable token anywhere in the group; None when nothing is trainable."""
+        """Oldest version of a trainable token anywhere in the group; None when nothing is
+        trainable."""
         found = [v for t in self.trajectories for s in t.samples if (v := s.oldest) is not None]
         return min(found, default=None)
 
@@ -306,7 +316,12 @@ def flatten(samples: Sequence[Sample]) -> Tokens:
         versions=versions,
         logprobs=_join(logprobs) if have_logprobs else None,
         truncated_logprobs=(
-            _join(s.logprobs if s.truncated_logprobs is None else s.truncated_logprobs for s in samples) if cut else None
+            _join(
+                s.logprobs if s.truncated_logprobs is None else s.truncated_logprobs
+                for s in samples
+            )
+            if cut
+            else None
         ),
         experts=_join(s.experts for s in samples) if have_experts else None,
     )
@@ -320,14 +335,15 @@ def _join(parts: Iterable[Array | None]) -> Array:
 class Term:
     """One named loss term: the step's loss is the sum over terms and tokens of `weight × value`.
 
-    Weights arrive normalised over the whole step, so a trainer only sums; how it cuts micro-batches cannot
-    change the loss.
+    Weights arrive normalised over the whole step, so a trainer only sums; how it cuts micro-batches
+    cannot change the loss.
     """
 
     name: str
     """Logged as `loss/<name>`."""
     function: str
-    """`module:function`, imported by the trainer workers; see `miles.learn.losses` for the signature."""
+    """`module:function`, imported by the trainer workers; see `miles.learn.losses` for the
+    signature."""
     weights: Array
     """(T,) float32; 0 where the term does not apply."""
     inputs: Mapping[str, Array] = field(default_factory=dict)
@@ -355,7 +371,8 @@ class Update:
     version: WeightVersion
     """The version the weights now have."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """`loss/<term>`, `grad_norm`, `lr`, `mismatch/*`, `off_policy/*`, `tokens/trained`, under their full names."""
+    """`loss/<term>`, `grad_norm`, `lr`, `mismatch/*`, `off_policy/*`, `tokens/trained`, under their
+    full names."""
     warnings: tuple[str, ...] = ()
     """Sentences a person should see, such as a mismatch over its budget."""
 
@@ -367,7 +384,8 @@ class Receipt:
     version: WeightVersion
     """What the engines now serve."""
     digest: str
-    """Hex digest of names, shapes, types and bytes; equal on both sides. Empty when nothing was moved."""
+    """Hex digest of names, shapes, types and bytes; equal on both sides. Empty when nothing was
+    moved."""
     bytes: int
     """Payload size."""
     seconds: float

@@ -1,7 +1,8 @@
-"""What crosses a process boundary: plain values, numpy arrays and miles' own dataclasses, as msgpack frames.
+"""What crosses a process boundary: plain values, numpy arrays and miles' own dataclasses, as
+msgpack frames.
 
-Nothing here can name a class of the other side's choosing or run code while decoding: only the dataclasses listed
-in `_WIRE` are rebuilt, with their types checked. There is no pickle.
+Nothing here can name a class of the other side's choosing or run code while decoding: only the
+dataclasses listed in `_WIRE` are rebuilt, with their types checked. There is no pickle.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ _plain = msgspec.msgpack.Encoder()
 _plain_decoder = msgspec.msgpack.Decoder()
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_ext)
-_DECODERS = [
+_DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
     msgspec.msgpack.Decoder(cls, ext_hook=_decode_ext, dec_hook=_accept) for cls in _WIRE
 ]
 
@@ -126,7 +127,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The inverse of `encode`; tuples come back as lists. Raises `ValueError` on anything malformed."""
+    """The inverse of `encode`; tuples come back as lists. Raises `ValueError` on anything
+    malformed."""
     return _decoder.decode(data)
 
 
@@ -137,7 +139,8 @@ def error_to_wire(error: BaseException) -> list[Any]:
 
 
 def error_from_wire(plain: list[Any], where: str) -> errors.MilesError:
-    """The same error if it is one of miles', otherwise a `WorkerError` that carries the remote traceback."""
+    """The same error if it is one of miles', otherwise a `WorkerError` that carries the remote
+    traceback."""
     name, message, notes, text = plain
     cls = getattr(errors, name, None) if name in errors.__all__ else None
     if isinstance(cls, type) and issubclass(cls, errors.MilesError):
@@ -151,7 +154,8 @@ def error_from_wire(plain: list[Any], where: str) -> errors.MilesError:
 
 
 class Connection(asyncio.Protocol):
-    """Length-prefixed frames over a stream socket; frames sent in one turn of the event loop leave together."""
+    """Length-prefixed frames over a stream socket; frames sent in one turn of the event loop leave
+    together."""
 
     def __init__(self, on_frame: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
         self._on_frame = on_frame
@@ -164,7 +168,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def send(self, value: Any) -> None:
-        """Queue one frame. Raises `TypeError` when the value cannot cross, before anything is queued."""
+        """Queue one frame. Raises `TypeError` when the value cannot cross, before anything is
+        queued."""
         data = encode(value)
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self.flush)

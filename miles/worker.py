@@ -1,8 +1,8 @@
 """The one entry of every worker process: `python -m miles.worker --fd N --name NAME`.
 
-A worker receives names and plain configs over an inherited socket, loads the same plugins as its driver, builds the
-parts through the same factories, and answers calls. Coroutine methods run in its event loop, others one at a time
-in a thread. It ends when its driver does.
+A worker receives names and plain configs over an inherited socket, loads the same plugins as its
+driver, builds the parts through the same factories, and answers calls. Coroutine methods run in its
+event loop, others one at a time in a thread. It ends when its driver does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, call: int, target: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _answer(
+        self, call: int, target: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
         try:
             method = self._method(target)
             if inspect.iscoroutinefunction(method):
@@ -91,7 +93,8 @@ class Worker:
         provenance: Mapping[str, Any],
         context: Mapping[str, Any],
     ) -> list[str]:
-        """Build `parts` in order, replacing what was built before; the names of what there is now."""
+        """Build `parts` in order, replacing what was built before; the names of what there is
+        now."""
         if self._registry is None:
             self._registry = Registry.load(files=tuple(plugins))
             mine = self._registry.provenance()
@@ -103,9 +106,10 @@ class Worker:
                     f"{self.name}: plugins differ from the driver's: {', '.join(different)}"
                 )
         self.parts.clear()
-        around = Context(directory=Path(context["directory"]), **{
-            k: context[k] for k in ("seed", "settings", "rank", "world", "master")
-        })
+        around = Context(
+            directory=Path(context["directory"]),
+            **{k: context[k] for k in ("seed", "settings", "rank", "world", "master")},
+        )
         for spec in parts:
             part = self._registry.build(spec, around)
             self.parts[spec.kind] = part
@@ -120,7 +124,8 @@ class Worker:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the driver is gone, however it went (Linux; elsewhere the socket tells)."""
+    """Ask the kernel for SIGKILL when the driver is gone, however it went (Linux; elsewhere the
+    socket tells)."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,7 +135,9 @@ def _die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Parse the command line and serve."""
-    parser = argparse.ArgumentParser(prog="miles.worker", description="internal: started by a runtime")
+    parser = argparse.ArgumentParser(
+        prog="miles.worker", description="internal: started by a runtime"
+    )
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--parent", type=int, required=True)

@@ -1,4 +1,5 @@
-"""Processes on this machine: each with a name, a log file, a heartbeat, and a socket that nobody else can reach.
+"""Processes on this machine: each with a name, a log file, a heartbeat, and a socket that nobody
+else can reach.
 
 Does not restart anything: a dead worker is a `WorkerError`, and the run decides.
 """

@@ -1,0 +1,58 @@
+"""Protocols of what surrounds the loop: evaluators, runtimes, trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from miles.protocols.context import Context, Spec
+from miles.protocols.train import Handle
+from miles.types import Group, Sampling, Score, Skipped, Task
+
+__all__ = ["Attempt", "Evaluator", "Runtime", "Tracker"]
+
+
+class Attempt(Protocol):
+    """Plays a task the way training does, for evaluators."""
+
+    async def __call__(
+        self, task: Task, *, samples: int, sampling: Sampling, seed: int
+    ) -> Group: ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """How a policy version is scored."""
+
+    async def evaluate(self, version: int, attempt: Attempt) -> Sequence[Score | Skipped]:
+        """Score one version on every set. Any failure is a `Skipped`; never raises
+        `RolloutError`."""
+
+
+@runtime_checkable
+class Runtime(Protocol):
+    """Where processes live."""
+
+    async def start(
+        self, name: str, parts: Sequence[Spec], context: Context, *, world: int = 1
+    ) -> Handle:
+        """Start `world` workers that build `parts` in order; returns when all have answered."""
+
+    async def rebuild(self, handle: Handle, parts: Sequence[Spec], context: Context) -> None:
+        """Build other parts in running workers, for the next stage."""
+
+    async def stop(self) -> None:
+        """End every process started here, with its children; safe to call twice."""
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Where metrics go. Called from one thread of its own, never from the loop."""
+
+    def moment(self, name: str, data: Mapping[str, Any]) -> None:
+        """One moment: `run_started`, `stage_started`, `step_finished` (data is the flat metrics),
+        `evaluated`, `weights_published`, `checkpoint_saved`, `warned`, `run_finished`. Plain values
+        only."""
+
+    def close(self) -> None:
+        """Flush; safe to call twice."""

@@ -1,0 +1,183 @@
+"""Protocols of what is attempted: environments, episodes, sandboxes, selectors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from miles.protocols.model import Tito
+from miles.protocols.train import Engine
+from miles.types import Drop, Group, Message, Sampling, Task, Trajectory
+
+Split = Literal["train", "heldout"]
+
+__all__ = [
+    "Box",
+    "Conversation",
+    "Environment",
+    "Episode",
+    "ExecResult",
+    "Reply",
+    "Sandbox",
+    "Selector",
+    "Split",
+    "Step",
+    "Tools",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One assistant turn."""
+
+    text: str
+    """Decoded, without the stop token."""
+    message: Message
+    """As the tito handler parsed it."""
+    finish: str
+    """stop, length or abort."""
+    tokens: int
+    """How many were sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """An episode's answer to a reply."""
+
+    messages: tuple[Message, ...] = ()
+    """What to append before the next turn."""
+    done: bool = True
+    """No more turns."""
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """One attempt, single-use. The loop calls reset once, step after every reply, reward once."""
+
+    async def reset(self) -> str | Sequence[Message]:
+        """The prompt: text to continue, or chat messages."""
+
+    async def step(self, reply: Reply) -> Step:
+        """React to one assistant turn."""
+
+    async def reward(self) -> float | tuple[float, Mapping[str, float]]:
+        """What the attempt was worth, with metrics if any. Must be finite; a float32 range
+        number."""
+
+
+class Conversation(Protocol):
+    """A token-exact session: what was sampled is never re-tokenized. Given to environments, never
+    built by them."""
+
+    async def turn(self, messages: str | Sequence[Message]) -> Reply:
+        """Append messages (or, first, raw text) and sample one assistant turn."""
+
+    def trajectory(
+        self, *, reward: float, metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """Everything so far, as the trajectory to train on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What an environment that drives itself is given."""
+
+    id: str
+    """Id of the trajectory (in `play`) or the group (in `rollout`); use it as the routing key."""
+    group: int
+    """Id of the group."""
+    samples: int
+    """Trajectories the group should have."""
+    seed: int
+    """Derived from the run's seed, the group and the index."""
+    sampling: Sampling
+    """How tokens are drawn."""
+    engine: Engine
+    """For `generate`; tokens and versions come from its completions."""
+    tito: Tito
+    """Messages to tokens and back."""
+    sandbox: Sandbox | None
+    """Where commands run, when one was chosen."""
+    conversation: Callable[[str], Conversation]
+    """A fresh conversation under the given routing key."""
+    play: Callable[[int], Awaitable[Trajectory]] | None = None
+    """In `rollout`: play attempt number i the default way, failures already turned into values."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What a task is, how an episode unfolds, what it is worth.
+
+    Besides `tasks`, exactly one depth: `episode(task, seed) -> Episode`; or `async play(task, seed,
+    tools) -> Trajectory`; or `async rollout(task, tools) -> Group`.
+    """
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Tasks of a split; may be lazy, must be indexable and the same every time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """What a command in a sandbox did."""
+
+    stdout: str
+    """Captured, capped."""
+    stderr: str
+    """Captured, capped."""
+    exit_code: int
+    """Non-zero is a result, not an error."""
+    timed_out: bool = False
+    """The whole process tree was killed."""
+
+
+class Box(Protocol):
+    """One open sandbox."""
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        stdin: str | None = None,
+    ) -> ExecResult:
+        """Run argv, or a shell line. Raises `SandboxError` when the box itself fails."""
+
+    async def read(self, path: str) -> bytes:
+        """A file's content."""
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file."""
+
+    async def close(self) -> None:
+        """Stop everything inside and leave nothing behind; safe to call twice."""
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """Where an agent's commands run."""
+
+    async def open(self, task: Task) -> Box:
+        """A fresh box for one attempt at a task."""
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which task next, and which groups are worth training on."""
+
+    def next(self) -> Task | None:
+        """The next task, or None when there are no more."""
+
+    def admit(self, group: Group) -> Drop | None:
+        """Why not to train on a finished group; None admits it."""
+
+    def observe(self, group: Group) -> None:
+        """See every finished group, admitted or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values from which `load_state_dict` continues exactly."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""

@@ -1,0 +1,153 @@
+"""Protocols of who learns, who samples, and how weights pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from miles.types import Array, Batch, Completion, Group, Receipt, Request, Tokens, Update
+
+__all__ = ["Algorithm", "Engine", "Handle", "Receiver", "Sender", "Trainer", "Transport"]
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Who updates the weights. Lives in worker processes (one a rank); the driver holds an async
+    mirror.
+
+    Blocking methods; the worker runs them one at a time.
+    """
+
+    version: int
+    """Trainer steps completed since the run began."""
+
+    def step(self, batch: Batch) -> Update:
+        """One optimizer step over the whole batch. Raises `TrainerError` and leaves the weights
+        alone when the loss or gradient is not finite or a mismatch budget of `fail` is exceeded."""
+
+    def logprobs(self, tokens: Tokens, source: str) -> Array:
+        """(T,) float32 log-prob of every token given those before it in its sample, 0 for first
+        tokens. `source` is `current` or `reference`."""
+
+    def export(self) -> Iterator[tuple[str, Any]]:
+        """(Hugging Face name, tensor in the precision's export type), whole tensors, in a fixed
+        order."""
+
+    def save(self, directory: Path) -> None:
+        """Write `model/` (safetensors and config that `transformers` loads) and `trainer/` (all
+        other state)."""
+
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Continue from what `save` wrote; `weights_only` takes the model and version, not the
+        optimizer."""
+
+    def sleep(self) -> None:
+        """Free device memory."""
+
+    def wake(self) -> None:
+        """Take it back."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Who samples tokens. Async; lives in a worker process, or in the driver when `process` is
+    "driver"."""
+
+    samples: ClassVar[bool]
+    """False for an engine that replays demonstrations and needs no weights."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion. Raises `EngineError` when it cannot (a prompt that does not
+        fit)."""
+
+    async def score(self, tokens: Array) -> Array:
+        """(tokens,) float32: own log-prob of each token given those before it, 0 for the first."""
+
+    async def abort(self, keys: Sequence[str] | None = None) -> int:
+        """End requests of these routing keys (None: all) with finish `abort`; how many there
+        were."""
+
+    async def pause(self) -> None:
+        """Stop decoding; requests wait."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
+        """Take (Hugging Face name, tensor) weights as `version`; missing or unknown names raise
+        `WeightSyncError`."""
+
+    async def version(self) -> int:
+        """The version being served; -1 before the first load."""
+
+    async def health(self) -> Mapping[str, float]:
+        """Plain numbers: `active`, `waiting`, `tokens`, `busy_s`, `prompt_tokens`, `cached_tokens`
+        since start."""
+
+    async def sleep(self) -> None:
+        """Free device memory."""
+
+    async def wake(self) -> None:
+        """Take it back."""
+
+
+class Handle(Protocol):
+    """The driver's end of the worker processes of one component."""
+
+    name: str
+    """Process name, as in `logs/<name>.log`."""
+    world: int
+    """How many ranks."""
+
+    async def call(
+        self, target: str, *args: Any, rank: int = 0, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call `part.method` in one rank; plain values, arrays and this module's dataclasses only.
+        Errors raised there are raised here; a dead or silent worker is a `WorkerError`."""
+
+    async def call_all(
+        self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """The same in every rank at once."""
+
+
+class Sender(Protocol):
+    """Half of a transport that lives in trainer workers; public methods are called as
+    `sender.<method>`."""
+
+
+class Receiver(Protocol):
+    """Half of a transport that lives in engine workers; public methods are called as
+    `receiver.<method>`."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """How weights move. Built in the driver and in every worker, each using its own half."""
+
+    def sender(self, trainer: Trainer) -> Sender:
+        """The half for a trainer worker."""
+
+    def receiver(self, engine: Engine) -> Receiver:
+        """The half for an engine worker."""
+
+    async def publish(self, version: int, *, trainer: Handle, engines: Sequence[Handle]) -> Receipt:
+        """Move the trainer's weights to every engine; names and sizes pass here, never tensors.
+        Raises `WeightSyncError` when a digest differs; engines are then left stopped or on the old
+        version."""
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """What to learn from groups."""
+
+    def needs(self) -> tuple[str, ...]:
+        """Log-prob passes wanted before `prepare`: of `current`, `reference`."""
+
+    def terms(self) -> Mapping[str, str]:
+        """Loss term names to `module:function`."""
+
+    def prepare(self, groups: Sequence[Group], passes: Mapping[str, Array]) -> Batch:
+        """Advantages and terms. `passes` holds a (T,) float32 array for each of `needs()`, over
+        `flatten([s for g in groups for s in g.samples])`. Pure; runs in a worker thread."""

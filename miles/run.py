@@ -1,0 +1,249 @@
+"""From a plan to an outcome: directory, processes, stages in order, signals, and a good checkpoint
+at the end.
+
+What happens inside a stage is `miles.loop`; how a stage is built is `miles.stage`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from miles import checkpoint, loop
+from miles.assemble import build
+from miles.directory import Directory, differences, recorded
+from miles.errors import ConfigError, MilesError, RunError
+from miles.ledger import Ledger
+from miles.protocols import Context
+from miles.stage import Shared, Stage
+from miles.tracking import Tracking
+
+__all__ = ["execute", "expand_resume"]
+
+log = logging.getLogger("miles.run")
+
+
+def expand_resume(overrides: Sequence[str]) -> list[str]:
+    """Overrides with those of the run that `resume=` names put first, so that a resume says only
+    what changes. Raises `CheckpointError`."""
+    resume = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("resume=")), "")
+    resume = resume.strip("'\"").replace("\\", "")
+    if not resume:
+        return list(overrides)
+    _, _, config = recorded(resume)
+    return [*config["overrides"], *overrides]
+
+
+def execute(plan: Any, registry: Any) -> int:
+    """Run every stage. 0 when finished, 130 when interrupted; raises `MilesError` when the run
+    failed."""
+    settings = plan.stages[0].settings
+    config = {
+        "overrides": [o for o in plan.overrides if not o.startswith("resume=")],
+        "stages": {stage.name: stage.resolved for stage in plan.stages},
+    }
+    state: Mapping[str, Any] = {}
+    chosen = None
+    if settings.resume:
+        root, chosen, old = recorded(settings.resume)
+        if lines := differences(old, config):
+            error = ConfigError(
+                f"resume={settings.resume}: the configuration differs from the checkpoint's"
+            )
+            error.add_note("\n".join(lines))
+            error.add_note(
+                "to start a new run from those weights: model.init=load model.path="
+                f"{chosen / 'model'}"
+            )
+            raise error
+        state = checkpoint.read_state(chosen)
+        directory = Directory.reopen(root)
+    else:
+        directory = Directory.create(settings, stem=plan.stages[-1].name)
+    try:
+        directory.record(config, registry.provenance())
+        return asyncio.run(_Run(plan, registry, directory.path, config).main(chosen, state))
+    finally:
+        directory.close()
+
+
+class _Run:
+    def __init__(
+        self, plan: Any, registry: Any, directory: Path, config: Mapping[str, Any]
+    ) -> None:
+        self.plan = plan
+        self.registry = registry
+        self.directory = directory
+        self.config = config
+        self.stage: Stage | None = None
+        self.interrupted = False
+        self.main_task: asyncio.Task[int] | None = None
+
+    async def main(self, chosen: Path | None, state: Mapping[str, Any]) -> int:
+        """All stages; every process is stopped and every tracker closed whatever happens."""
+        first = self.plan.stages[0]
+        context = Context(
+            directory=self.directory, seed=first.settings.seed, settings=first.settings
+        )
+        runtime = self.registry.build(first.specs["runtime"], context)
+        trackers = {s.name: self.registry.build(s, context) for s in first.specs["tracker"] or ()}
+        shared = Shared(
+            directory=self.directory,
+            registry=self.registry,
+            runtime=runtime,
+            ledger=Ledger(self.directory / "ledger.jsonl"),
+            tracking=Tracking(trackers),
+            config=self.config,
+            version=state.get("version", 0),
+            next_group=state.get("next_group", 0),
+            evaluated=state.get("evaluated", -1),
+        )
+        self.main_task = asyncio.current_task()
+        began, outcome = time.monotonic(), "failed"
+        try:
+            with self._signals():
+                self._announce(shared, state)
+                outcome = await self._stages(shared, chosen, state)
+            return 130 if outcome == "interrupted" else 0
+        except asyncio.CancelledError:
+            outcome = "interrupted"
+            return 130
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        finally:
+            await runtime.stop()
+            shared.ledger.close()
+            end = {
+                "outcome": outcome,
+                "directory": str(self.directory),
+                "seconds": time.monotonic() - began,
+            }
+            shared.tracking.moment("run_finished", end)
+            for name in shared.tracking.close():
+                log.warning("tracker %s did not close in time", name)
+            self._report()
+            self.registry.hook.run_finished(directory=str(self.directory), outcome=outcome)
+
+    def _announce(self, shared: Shared, state: Mapping[str, Any]) -> None:
+        if state:
+            shared.ledger.roll_back(state["ledger_offset"])
+        shared.tracking.moment(
+            "run_started",
+            {
+                "directory": str(self.directory),
+                "name": self.directory.name,
+                "stages": [s.name for s in self.plan.stages],
+                "steps": {s.name: s.settings.steps for s in self.plan.stages},
+                "resumed": shared.version if state else None,
+                "config": self.config,
+            },
+        )
+        self.registry.hook.run_started(directory=str(self.directory), config=self.config)
+
+    async def _stages(self, shared: Shared, chosen: Path | None, state: Mapping[str, Any]) -> str:
+        names = [s.name for s in self.plan.stages]
+        start = names.index(state["stage"]) if state else 0
+        middle = bool(state) and not _done(state, self.plan.stages[start].settings.steps)
+        if state and not middle:
+            start += 1
+        for index in range(start, len(names)):
+            first = state["stage_first"] if middle else shared.version
+            stage = self.stage = await build(self.plan, index, shared, first)
+            if chosen is not None:
+                await stage.trainer.load(chosen, weights_only=not middle)
+                if middle:
+                    stage.restore(chosen, state)
+            shared.tracking.moment(
+                "stage_started",
+                {
+                    "stage": stage.name,
+                    "version": shared.version,
+                    "steps": stage.settings.steps,
+                    "first": first,
+                },
+            )
+            self.registry.hook.stage_started(stage=stage.name, version=shared.version)
+            await self._one(stage)
+            if self.interrupted:
+                return "interrupted"
+            chosen, middle = await stage.save(), False
+        return "finished"
+
+    async def _one(self, stage: Stage) -> None:
+        """The loop over one stage. A failure still leaves a checkpoint of the last good step where
+        it can."""
+        if self.interrupted:
+            stage.interrupt()
+        try:
+            await loop.train(stage)
+        except BaseExceptionGroup as group:
+            await self._rescue(stage)
+            raise _first(group) from group
+        except MilesError:
+            await self._rescue(stage)
+            raise
+        if self.interrupted:
+            await stage.save()
+
+    async def _rescue(self, stage: Stage) -> None:
+        if stage.trainer.version == stage.first:
+            return
+        try:
+            stage.buffer.stop()
+            await stage.save()
+        except MilesError as error:
+            log.warning("no last checkpoint: %s", error)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after the current step; the second at once."""
+        running = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            running.add_signal_handler(number, self._interrupt)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                running.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if (self.interrupted or self.stage is None) and self.main_task is not None:
+            self.main_task.cancel()
+        elif self.stage is not None:
+            self.stage.shared.tracking.moment(
+                "warned", {"text": "interrupted: writing a checkpoint (again to stop at once)"}
+            )
+            self.stage.interrupt()
+        self.interrupted = True
+
+    def _report(self) -> None:
+        from miles.report import write
+
+        try:
+            write(self.directory)
+        except (OSError, ValueError) as error:
+            log.warning("no report: %s", error)
+
+
+def _done(state: Mapping[str, Any], steps: int) -> bool:
+    return bool(state["version"] >= state["stage_first"] + steps)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: the first of miles' own, otherwise the first of all."""
+    leaves: list[BaseException] = []
+    todo: list[BaseException] = [group]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo = [*error.exceptions, *todo]
+        else:
+            leaves.append(error)
+    own = [e for e in leaves if isinstance(e, MilesError)]
+    return next((e for e in own if isinstance(e, RunError)), own[0] if own else leaves[0])

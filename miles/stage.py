@@ -1,0 +1,323 @@
+"""One stage of a run: its components, built in dependency order, and what the loop asks of them.
+
+The loop itself is `miles.loop`; directories, resuming and signals are `miles.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles import checkpoint, loop
+from miles.buffer import Buffer, Lease
+from miles.errors import BadReward, RunError
+from miles.ledger import Ledger
+from miles.measure import Measure
+from miles.placement import Placement
+from miles.protocols import Handle, Tools
+from miles.remote import RemoteEngine, RemoteTrainer
+from miles.seeds import derive_seed
+from miles.session.conversation import LinearConversation
+from miles.settings import Settings
+from miles.tracking import Tracking
+from miles.types import Batch, Drop, Group, Receipt, Sampling, Skipped, Task, Update, flatten
+
+__all__ = ["Shared", "Stage"]
+
+_SAMPLE_EVERY = 25  # steps between texts kept for people to read
+
+
+@dataclass(slots=True)
+class Shared:
+    """What outlives a stage: processes, trackers, the ledger, and where the run stands."""
+
+    directory: Path
+    registry: Any
+    runtime: Any
+    ledger: Ledger
+    tracking: Tracking
+    config: Mapping[str, Any]
+    """Resolved configuration of all stages, for checkpoints."""
+    version: int = 0
+    """Trainer steps since the run began."""
+    next_group: int = 0
+    """Id of the next group."""
+    evaluated: int = -1
+    """Last version that was scored."""
+    handles: dict[str, tuple[Handle, Any]] = None  # type: ignore[assignment]
+    """Running workers by role, with what they were built for."""
+
+    def __post_init__(self) -> None:
+        self.handles = self.handles or {}
+
+
+class Stage:
+    """Implements `miles.loop.Run`."""
+
+    def __init__(self, *, name: str, settings: Settings, shared: Shared, first: int) -> None:
+        self.name = name
+        self.settings = settings
+        self.shared = shared
+        self.first = first  # version at which the stage began
+        self.last = first + settings.steps
+        self.hook = shared.registry.hook
+        self.measure = Measure()
+        self.timing = self.measure.timing
+        self.leases: list[Lease] = []  # to start again before anything new
+        self.sampler: Any = None  # engine that evaluates; the rollout engine, if that samples
+        self.sampler_max_len: int | None = None
+        self.max_len: int | None = None
+        self.bad_rewards = 0
+        self.interrupted = False
+        self.sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
+
+    # set by `build`
+    environment: Any
+    environment_name: str
+    selector: Any
+    tito: Any
+    algorithm: Any
+    trainer: RemoteTrainer
+    engine: Any
+    transport: Any
+    evaluator: Any
+    sandbox: Any
+    buffer: Buffer
+    placement: Placement
+
+    # ---- what the loop asks
+
+    def steps(self) -> Iterable[int]:
+        """Versions still to be made."""
+        version = self.shared.version
+        while version < self.last and not self.interrupted:
+            version += 1
+            yield version
+
+    def lease(self) -> Lease | None:
+        """A lease from before a resume, or the selector's next task under a new id."""
+        if self.leases:
+            return self.leases.pop(0)
+        task = self.selector.next()
+        if task is None:
+            return None
+        group, self.shared.next_group = self.shared.next_group, self.shared.next_group + 1
+        return Lease(id=group, task=task)
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
+        """Everything one attempt may use. `sampling` is given by evaluations, which use the
+        sampler."""
+        seed = derive_seed(self.settings.seed, self.name if lease.id < 0 else "rollout", lease.id)
+        name = f"g{lease.id}"
+        if index is not None:
+            name, seed = f"{name}.{index}", derive_seed(seed, index)
+        engine, max_len = self.engine, self.max_len
+        if sampling is not None:
+            engine, max_len = self.sampler, self.sampler_max_len
+        how = sampling or self.sampling
+
+        def conversation(key: str) -> LinearConversation:
+            return LinearConversation(
+                key=key,
+                tito=self.tito,
+                engine=engine,
+                sampling=how,
+                seed=seed,
+                solution=lease.task.solution,
+                max_len=max_len,
+            )
+
+        more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
+        return Tools(
+            id=name,
+            group=lease.id,
+            samples=self.settings.samples_per_group,
+            seed=seed,
+            sampling=how,
+            engine=engine,
+            tito=self.tito,
+            sandbox=self.sandbox,
+            conversation=conversation,
+            play=None if index is not None else partial(loop.play, self, lease, **more),
+        )
+
+    def judge(self, group: Group) -> Drop | None:
+        """A failure, a reward that is no number, or what the selector says. Raises `RunError` when
+        every reward of a whole step's worth of groups was bad: they never train as zero."""
+        self.selector.observe(group)
+        drop = group.failure
+        if drop is None and not all(math.isfinite(t.reward) for t in group.trajectories):
+            bad = next(t for t in group.trajectories if not math.isfinite(t.reward))
+            drop = Drop(reason=BadReward.reason, detail=f"{bad.id}: reward is {bad.reward}")
+        if drop is None:
+            self.bad_rewards = 0
+            return self.selector.admit(group)  # type: ignore[no-any-return]
+        if drop.reason == BadReward.reason:
+            self.bad_rewards += 1
+            if self.bad_rewards >= self.settings.groups_per_step:
+                raise RunError(
+                    f"environment {self.environment_name!r}: no usable reward in the last "
+                    f"{self.bad_rewards} groups (task {group.task.id!r}: {drop.detail})"
+                )
+        return drop
+
+    async def prepare(self, groups: Sequence[Group]) -> Batch:
+        """Passes over the samples, then the algorithm in a thread, then hooks."""
+        passes = {}
+        if needs := self.algorithm.needs():
+            tokens = flatten([s for g in groups for s in g.samples])
+            passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
+        batch = await asyncio.to_thread(self.algorithm.prepare, groups, passes)
+        replaced: Batch | None = self.hook.prepared(groups=groups, batch=batch)
+        return replaced or batch
+
+    async def send_weights(self) -> Receipt | None:
+        """To the rollout engine, when due."""
+        version = self.trainer.version
+        if (version - self.first) % self.settings.publish_every:
+            return None
+        if not self.engine.samples:
+            await self.engine.load(version, ())
+            return Receipt(version=version, digest="", bytes=0, seconds=0.0)
+        receipt = await self._publish_to(self.engine)
+        self.measure.engine_health(await self.engine.health())
+        return receipt
+
+    async def _publish_to(self, engine: RemoteEngine) -> Receipt:
+        receipt: Receipt = await self.transport.publish(
+            self.trainer.version, trainer=self.trainer.handle, engines=[engine.handle]
+        )
+        if receipt.digest:
+            self.shared.tracking.moment("weights_published", msgspec.to_builtins(receipt))
+        return receipt
+
+    async def evaluate(self, step: int) -> None:
+        """At the stage's beginning and end and every `eval_every` steps; a version is scored
+        once."""
+        every = self.settings.eval_every
+        due = step in (self.first, self.last) or (every and (step - self.first) % every == 0)
+        if not due or self.evaluator is None or step == self.shared.evaluated:
+            return
+        self.shared.evaluated = step
+        self.buffer.hold()
+        try:
+            if self.sampler is None:
+                results: Any = [Skipped(set="all", reason="no stage of this run samples tokens")]
+            else:
+                if not self.engine.samples:
+                    await self._publish_to(self.sampler)
+                results = await self.evaluator.evaluate(step, partial(loop.attempt, self))
+        finally:
+            self.buffer.release()
+        for result in results:
+            data = msgspec.to_builtins(result)
+            if isinstance(result, Skipped):
+                data["skipped"] = data.pop("reason")
+            self.shared.tracking.moment("evaluated", {"step": step, **data})
+            self.hook.evaluated(step=step, result=result)
+
+    def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:
+        """Account for the step on disk, then tell everyone."""
+        self.shared.version = update.version
+        self._write_ledger(step)
+        metrics = self.measure.step(
+            step=step,
+            stage=self.name,
+            groups=groups,
+            batch=batch,
+            update=update,
+            buffer=self.buffer,
+        )
+        metrics["stage_step"] = step - self.first
+        self.shared.tracking.moment("step_finished", metrics)
+        for text in update.warnings:
+            self.shared.tracking.moment("warned", {"text": text})
+        if step % _SAMPLE_EVERY == 0 or step == self.last:
+            self._keep_text(step, groups[0])
+        self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
+
+    def _write_ledger(self, step: int) -> None:
+        ended, self.buffer.ended = self.buffer.ended, []
+        if not ended:
+            return
+        self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
+
+    def _keep_text(self, step: int, group: Group) -> None:
+        best = max(group.trajectories, key=lambda t: t.reward)
+        line = {
+            "step": step,
+            "stage": self.name,
+            "task": msgspec.to_builtins(group.task),
+            "text": best.text,
+            "reward": best.reward,
+        }
+        with (self.shared.directory / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # ---- checkpoints
+
+    async def checkpoint(self, step: int) -> None:
+        """When due. The stage's last step is written by `finish`, after its evaluation."""
+        every = self.settings.checkpoint_every
+        if every and (step - self.first) % every == 0 and step != self.last:
+            self.shared.version = step
+            await self.save()
+
+    async def save(self) -> Path:
+        """One checkpoint of everything, now."""
+        self._write_ledger(self.shared.version)
+        folder = self.shared.directory / "checkpoints"
+        version = self.trainer.version
+
+        async def fill(directory: Path) -> Mapping[str, Any]:
+            await self.trainer.save(directory)
+            self.tito.save(directory / "model")
+            (directory / "selector.json").write_text(json.dumps(self.selector.state_dict()))
+            shared = self.shared
+            (directory / "config.json").write_text(json.dumps(shared.config, indent=1))
+            (directory / "plugins.json").write_text(
+                json.dumps(shared.registry.provenance(), indent=1)
+            )
+            leases = [*self.buffer.leases(), *self.leases]
+            return {
+                "version": version,
+                "stage": self.name,
+                "stage_first": self.first,
+                "stage_done": version >= self.last,
+                "next_group": shared.next_group,
+                "evaluated": shared.evaluated,
+                "ledger_offset": shared.ledger.offset,
+                "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
+            }
+
+        path = await checkpoint.write(folder, version, fill)
+        checkpoint.prune(folder, self.settings.keep_checkpoints)
+        self.shared.tracking.moment("checkpoint_saved", {"step": version, "directory": str(path)})
+        self.hook.checkpoint_saved(step=version, directory=str(path))
+        return path
+
+    def interrupt(self) -> None:
+        """End after the current step; what was started stays leased."""
+        self.interrupted = True
+        if hasattr(self, "buffer"):
+            self.buffer.stop()
+
+    def restore(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Selector and leases of a checkpoint in the middle of this stage."""
+        self.selector.load_state_dict(json.loads((path / "selector.json").read_text()))
+        self.leases = [
+            Lease(id=x["id"], task=msgspec.convert(x["task"], Task)) for x in state["leases"]
+        ]
