@@ -1,0 +1,131 @@
+"""Whether a component does what its kind's protocol says: methods, parameters, coroutines.
+
+Looks only; no method is called. Behaviour is `miles.testing.contract`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from miles import schema
+from miles.errors import ContractError
+from miles.protocols import KINDS
+
+__all__ = ["RESERVED", "check_class", "component_faults"]
+
+RESERVED = "name"
+"""The key by which a node names its component; no `Config` may have a field of that name."""
+
+_DEPTHS = {
+    "episode": (("task", "seed"), False),
+    "play": (("task", "seed", "tools"), True),
+    "rollout": (("task", "tools"), True),
+}
+"""The ways an environment may take over: arguments, and whether a coroutine."""
+
+
+def check_class(kind: str, name: str, component: Any) -> None:
+    """Raise `ContractError` unless it is a class with a frozen `Config` and our constructor."""
+    where = f"{kind} {name!r}"
+    if not isinstance(component, type):
+        raise ContractError(f"{where}: the entry point names {component!r}, which is not a class")
+    config = getattr(component, "Config", None)
+    if config is None:
+        raise ContractError(
+            f"{where}: class {component.__qualname__} has no nested Config dataclass"
+        )
+    if not schema.frozen_dataclass(config):
+        raise ContractError(f"{where}: {component.__qualname__}.Config is not a frozen dataclass")
+    if any(f.name == RESERVED for f in dataclasses.fields(config)):
+        raise ContractError(
+            f"{where}: {component.__qualname__}.Config has "
+            f"a field {RESERVED!r}, the word that names the component"
+        )
+    schema.hints(config)
+    if not _accepts(component, 2, ()):
+        raise ContractError(
+            f"{where}: {component.__qualname__} cannot be built as Class(config, context)"
+        )
+
+
+def component_faults(kind: str, component: Any) -> list[str]:
+    """What an instance (or a class, by its methods) lacks or declares wrongly."""
+    spec = KINDS[kind]
+    faults = []
+    for member, declared in vars(spec.protocol).items():
+        if member.startswith("_"):
+            continue
+        if not callable(declared) and not isinstance(declared, classmethod):
+            if not _has(component, member):
+                faults.append(f"has no attribute {member}")
+            continue
+        function = declared.__func__ if isinstance(declared, classmethod) else declared
+        positional, keywords = _parameters(function)
+        faults += _method(
+            component, member, positional, keywords, coroutine=member in spec.async_methods
+        )
+    if not isinstance(component, type):
+        annotated = inspect.get_annotations(spec.protocol)
+        faults += [f"has no attribute {a}" for a in annotated if not _has(component, a)]
+    if kind == "environment":
+        faults += _depth(component)
+    return faults
+
+
+def _depth(component: Any) -> list[str]:
+    present = [d for d in _DEPTHS if _has(component, d)]
+    if len(present) != 1:
+        have = " and ".join(present) or "none of them"
+        return [f"must define exactly one of episode, play, rollout; it has {have}"]
+    arguments, coroutine = _DEPTHS[present[0]]
+    return _method(component, present[0], arguments, (), coroutine=coroutine)
+
+
+def _parameters(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    found = list(inspect.signature(function).parameters.values())[1:]
+    return (
+        tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty),
+        tuple(p.name for p in found if p.kind is p.KEYWORD_ONLY),
+    )
+
+
+def _method(
+    component: Any,
+    name: str,
+    positional: tuple[str, ...],
+    keywords: tuple[str, ...],
+    *,
+    coroutine: bool,
+) -> list[str]:
+    call = f"{name}({', '.join([*positional, *(f'{k}=' for k in keywords)])})"
+    if not _has(component, name):
+        return [f"has no method {call}"]
+    method = getattr(component, name)
+    if not callable(method):
+        return [f"{name} is {type(method).__name__}, not a method {call}"]
+    if coroutine and not inspect.iscoroutinefunction(method):
+        return [f"{name} must be a coroutine: async def {call}"]
+    if not coroutine and inspect.iscoroutinefunction(method):
+        return [f"{name} must not be a coroutine: def {call}"]
+    unbound = isinstance(component, type) and inspect.isfunction(method)
+    if not _accepts(method, len(positional) + unbound, keywords):
+        return [f"{name}{inspect.signature(method)} cannot be called as {call}"]
+    return []
+
+
+def _accepts(function: Any, positional: int, keywords: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # a built-in without a signature: nothing can be said
+    return True
+
+
+def _has(component: Any, name: str) -> bool:
+    # a property is looked up on the class, so that asking does not run it
+    owner = component if isinstance(component, type) else type(component)
+    return hasattr(owner, name) or (owner is not component and hasattr(component, name))
