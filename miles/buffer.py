@@ -228,8 +228,9 @@ class Buffer:
         )
         if new.get("zero_variance", 0) > new.total() / 2:
             error.add_note(
-                "nearly every group had equal rewards: the tasks are too hard or too easy for this policy; "
-                "try samples_per_group higher, easier tasks, a warm-up stage, or selector.admit=[none]"
+                "nearly every group had equal rewards: the tasks are too hard or too easy for this "
+                "policy; try a higher samples_per_group, other tasks, a warm-up stage, or "
+                "selector.admit=[none]"
             )
         elif not new:
             error.add_note("no group came back: see logs/ for the engine, or raise starved_after_s")

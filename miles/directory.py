@@ -20,8 +20,9 @@ from miles.settings import Settings
 __all__ = ["Directory", "differences", "recorded"]
 
 _MAY_CHANGE = (
-    "steps", "run", "resume", "tracker", "checkpoint_every", "keep_checkpoints", "eval_every", "evaluator",
-    "starved_after_s", "episode_timeout_s", "worker_timeout_s", "runtime", "stages", "experiment",
+    "steps", "run", "resume", "tracker", "checkpoint_every", "keep_checkpoints", "eval_every",
+    "evaluator", "starved_after_s", "episode_timeout_s", "worker_timeout_s", "runtime", "stages",
+    "experiment",
 )  # fmt: skip
 """Top-level keys that cannot change what is learned from the same data, so a resume may set them
 anew."""
@@ -48,7 +49,8 @@ class Directory:
         if (path / "config.json").exists():
             found.close()
             raise ConfigError(
-                f"run.name: {path} already holds a run; continue it with resume={path}, or choose another run.name"
+                f"run.name: {path} already holds a run; continue it with resume={path}, "
+                "or choose another run.name"
             )
         return found
 
@@ -67,7 +69,8 @@ class Directory:
             owner = lock.read().strip() or "unknown"
             lock.close()
             raise ConfigError(
-                f"run.name: {path.resolve()} is in use by another run (process {owner}); wait for it, or choose another run.name"
+                f"run.name: {path.resolve()} is in use by another run (process {owner}); "
+                "wait for it, or choose another run.name"
             ) from None
         lock.seek(0)
         lock.truncate()

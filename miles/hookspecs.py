@@ -18,7 +18,7 @@ from miles.types import Batch, Drop, Group, Receipt, Score, Skipped, Task, Updat
 hookspec = pluggy.HookspecMarker("miles")
 hookimpl = pluggy.HookimplMarker("miles")
 
-# ---------------------------------------------------------------- before a run: what there is to choose from
+# ---------------------------------------------------------------- before a run: what there is
 
 
 @hookspec
@@ -128,8 +128,9 @@ def _factory(kind: str) -> Callable[..., Any]:
 
     factory.__name__ = f"miles_make_{kind}"
     factory.__doc__ = (
-        f"Build the {kind} called `name` from its validated `config`. Stops at the first answer; the default, tried "
-        f"last, resolves the name through the entry points of `miles.{kind}`. Wrap it to trace, record or inject faults."
+        f"Build the {kind} called `name` from its validated `config`. Stops at the first answer; "
+        f"the default, tried last, resolves the name through the entry points of `miles.{kind}`. "
+        "Wrap it to trace, record or inject faults."
     )
     return hookspec(firstresult=True)(factory)
 

@@ -14,28 +14,10 @@ import numpy as np
 from miles.errors import SampleError
 
 __all__ = [
-    "Array",
-    "Batch",
-    "Completion",
-    "Drop",
-    "Finish",
-    "Group",
-    "Message",
-    "Receipt",
-    "Request",
-    "Sample",
-    "Sampling",
-    "Score",
-    "Skipped",
-    "Span",
-    "Task",
-    "Term",
-    "Tokens",
-    "Trajectory",
-    "Update",
-    "WeightVersion",
-    "flatten",
-]
+    "Array", "Batch", "Completion", "Drop", "Finish", "Group", "Message", "Receipt", "Request",
+    "Sample", "Sampling", "Score", "Skipped", "Span", "Task", "Term", "Tokens", "Trajectory",
+    "Update", "WeightVersion", "flatten",
+]  # fmt: skip
 
 Array = np.ndarray
 Message = Mapping[str, Any]
@@ -167,15 +149,12 @@ class Sample:
         if self.tokens.dtype != np.int32:
             _fail(f"tokens are {self.tokens.dtype}, not int32")
         if len(self.sampled) != size or len(self.trainable) != size:
-            _fail(
-                f"{size} tokens, {len(self.sampled)} sampled bits, {len(self.trainable)} trainable bits"
-            )
+            found = f"{len(self.sampled)} sampled and {len(self.trainable)} trainable bits"
+            _fail(f"{size} tokens, {found}")
         if self.sampled.dtype != np.bool_ or self.trainable.dtype != np.bool_:
             _fail(f"sampled is {self.sampled.dtype} and trainable {self.trainable.dtype}, not bool")
-        if (self.trainable > self.sampled).any():
-            _fail(
-                f"token {int(np.argmax(self.trainable > self.sampled))} is trainable but was not sampled"
-            )
+        if (wrong := self.trainable > self.sampled).any():
+            _fail(f"token {int(np.argmax(wrong))} is trainable but was not sampled")
         for name in ("logprobs", "truncated_logprobs"):
             values = getattr(self, name)
             if values is None:

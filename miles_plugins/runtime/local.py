@@ -7,6 +7,7 @@ Does not restart anything: a dead worker is a `WorkerError`, and the run decides
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -219,10 +220,8 @@ class _Process:
         deadline = time.monotonic() + self._config.stop_timeout_s
         while self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the session: its children too
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._fail_all("was stopped")
 

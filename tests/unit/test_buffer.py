@@ -1,0 +1,221 @@
+"""The buffer's accounts, staleness and admission under random schedules."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles import BufferStarved, Drop, Group, Sample, Span, Task, Trajectory
+from miles.buffer import Buffer, Lease
+
+
+def group(number: int, version: int) -> Group:
+    size = 3
+    sample = Sample(
+        tokens=np.zeros(size, np.int32),
+        sampled=np.ones(size, bool),
+        trainable=np.ones(size, bool),
+        logprobs=np.zeros(size, np.float32),
+        spans=(Span(start=0, stop=size, version=version),),
+    )
+    task = Task(id=str(number), prompt="x")
+    return Group(
+        id=number, task=task, trajectories=(Trajectory(id=f"g{number}", samples=(sample,)),)
+    )
+
+
+def lease(number: int) -> Lease:
+    return Lease(id=number, task=Task(id=str(number), prompt="x"))
+
+
+def buffer(**more: object) -> Buffer:
+    keys = {"groups_per_step": 2, "samples_per_group": 1, "starved_after_s": 5.0, **more}
+    return Buffer(**keys)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    max_lag=st.integers(0, 4),
+    per_step=st.integers(1, 4),
+    oversample=st.integers(0, 3),
+    steps=st.integers(1, 8),
+    order=st.sampled_from(["fifo", "freshest", "started"]),
+)
+def test_buffer_never_trains_stale_and_always_balances(
+    seed: int, max_lag: int, per_step: int, oversample: int, steps: int, order: str
+) -> None:
+    """Thousands of groups over random schedules: accounts add up at every moment, no trained
+    token is older than `max_lag`, a trained group is trained once, and take gives ascending ids."""
+    rng = random.Random(seed)
+    trained: list[int] = []
+
+    async def main() -> None:
+        b = buffer(
+            groups_per_step=per_step,
+            max_lag=max_lag,
+            oversample=oversample,
+            take_order=order,
+            samples_per_group=2,
+            concurrency=rng.randint(2, 24),
+            capacity=rng.randint(1, 9),
+        )
+
+        async def produce() -> None:
+            number = 0
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await b.place()
+                    assert b.room()
+                    b.start(lease(number))
+                    assert b._running_total <= b.concurrency
+                    tasks.create_task(bring(number, b.published_version))
+                    number += 1
+
+        async def bring(number: int, version: int) -> None:
+            try:
+                for _ in range(rng.randint(0, 6)):
+                    await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                b.cancel(lease(number), "run_ended")
+                raise
+            drop = Drop(reason="zero_variance") if rng.random() < 0.2 else None
+            b.finish(group(number, version), drop)
+            assert b.accounts.balanced
+
+        producing = asyncio.create_task(produce())
+        for version in range(1, steps + 1):
+            got = await b.take(per_step)
+            ids = [g.id for g in got]
+            assert len(got) == per_step and ids == sorted(ids)
+            for g in got:
+                assert g.oldest is not None and b.trainer_version - g.oldest <= max_lag
+            for _ in range(rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            b.stepped(version, got)
+            trained.extend(ids)
+            assert b.accounts.balanced
+            for _ in range(rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            b.published(version)
+        producing.cancel()
+        await asyncio.gather(producing, return_exceptions=True)
+        assert b.accounts.balanced and b.accounts.in_flight == 0
+        assert len(b.ended) == b.accounts.trained + b.accounts.dropped.total()
+
+    asyncio.run(main())
+    assert len(trained) == len(set(trained)) == per_step * steps
+
+
+def test_buffer_synchronous_starts_nothing_while_training() -> None:
+    b = buffer()
+    for n in (0, 1):
+        b.start(lease(n))
+    assert not b.room()  # a step's worth is in flight
+    for n in (0, 1):
+        b.finish(group(n, 0), None)
+    taken = asyncio.run(b.take(2))
+    assert not b.room()  # in training
+    b.stepped(1, taken)
+    assert not b.room()  # not published
+    b.published(1)
+    assert b.room()
+
+
+def test_buffer_drop_returns_its_place() -> None:
+    b = buffer()
+    for n in (0, 1):
+        b.start(lease(n))
+    b.finish(group(0, 0), Drop(reason="zero_variance"))
+    assert b.room() and b.accounts.dropped == {"zero_variance": 1}
+
+
+def test_buffer_evicts_stale_at_take() -> None:
+    async def main() -> None:
+        b = buffer(groups_per_step=1, max_lag=1)
+        for n in (0, 1):
+            b.start(lease(n))
+            b.finish(group(n, 0), None)
+        b.stepped(1, await b.take(1))
+        b.published(1)
+        b.start(lease(2))
+        b.finish(group(2, 1), None)
+        b.stepped(2, await b.take(1))  # group 1 is one version old: allowed
+        b.published(2)
+        b.start(lease(3))
+        b.finish(group(3, 0), None)  # a straggler from version 0
+        b.stepped(3, await b.take(1))
+        assert b.accounts.dropped == {"stale": 1} and b.accounts.trained == 3
+
+    asyncio.run(main())
+
+
+def test_buffer_starved_says_what_it_saw() -> None:
+    async def main() -> None:
+        b = buffer(starved_after_s=0.05)
+        taking = asyncio.create_task(b.take(2))
+        await asyncio.sleep(0)  # the clock starts
+        for n in range(5):
+            b.start(lease(n))
+            b.finish(group(n, 0), Drop(reason="zero_variance" if n else "length"))
+        await taking
+
+    with pytest.raises(
+        BufferStarved, match=r"0 of 2 groups in 0 s; 5 dropped: zero_variance 4, length 1; 0 in"
+    ) as caught:
+        asyncio.run(main())
+    assert "equal rewards" in caught.value.detail
+
+
+def test_buffer_closed_gives_a_last_short_batch_or_none() -> None:
+    async def main(last: str) -> int:
+        b = buffer()
+        b.start(lease(0))
+        b.finish(group(0, 0), None)
+        b.close()
+        return len(await b.take(2, last=last))
+
+    assert asyncio.run(main("keep")) == 1
+    assert asyncio.run(main("drop")) == 0
+
+
+def test_buffer_stopped_keeps_leases_open() -> None:
+    """An interrupted run starts again exactly what had not ended."""
+
+    async def main() -> Buffer:
+        b = buffer()
+        for n in (0, 1):
+            b.start(lease(n))
+        b.finish(group(0, 0), None)
+        b.stop()
+        b.cancel(lease(1), "run_ended")
+        assert await b.take(2) == []
+        return b
+
+    b = asyncio.run(main())
+    assert [x.id for x in b.leases()] == [0, 1]
+    assert b.accounts.balanced and not b.accounts.dropped
+
+
+def test_buffer_places_are_freed_by_sample_or_by_group() -> None:
+    by_group = buffer(samples_per_group=2, concurrency=3, max_lag=3)
+    by_sample = buffer(samples_per_group=2, concurrency=3, max_lag=3, free_each_sample=True)
+    for b in (by_group, by_sample):
+        b.start(lease(0))
+        assert not b.room()
+        b.returned(0)
+    assert not by_group.room()
+    assert by_sample.room()
+
+
+def test_buffer_starts_nothing_that_no_step_will_take() -> None:
+    b = buffer(groups_per_step=1, max_lag=5, until=2)
+    for n in (0, 1):
+        assert b.room()
+        b.start(lease(n))
+    assert not b.room()

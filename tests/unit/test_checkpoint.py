@@ -1,0 +1,101 @@
+"""Checkpoints are complete or absent, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles import CheckpointError, checkpoint
+
+
+def write(folder: Path, step: int, files: Mapping[str, bytes] | None = None) -> Path:
+    async def fill(directory: Path) -> Mapping[str, Any]:
+        for name, data in (files or {"model/weights.bin": b"abc"}).items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(data)
+        return {"version": step}
+
+    return asyncio.run(checkpoint.write(folder, step, fill))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    files=st.dictionaries(
+        st.from_regex(r"[a-z]{1,6}(/[a-z]{1,6})?\.bin", fullmatch=True),
+        st.binary(max_size=64),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_checkpoint_round_trip(tmp_path_factory: pytest.TempPathFactory, files: Any) -> None:
+    path = write(tmp_path_factory.mktemp("c"), 7, files)
+    checkpoint.verify(path)
+    assert checkpoint.read_state(path) == {"version": 7}
+    for name, data in files.items():
+        assert (path / name).read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda p: (p / "model/weights.bin").write_bytes(b"abd"), "model/weights.bin is damaged"),
+        (lambda p: (p / "model/weights.bin").unlink(), "model/weights.bin is missing"),
+        (lambda p: (p / "more.bin").write_bytes(b""), "more.bin does not belong"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing: it was never compl"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    ],
+)
+def test_checkpoint_damaged_names_the_file_and_the_newest_good_one(
+    tmp_path: Path, harm: Any, message: str
+) -> None:
+    good, bad = write(tmp_path, 10), write(tmp_path, 20)
+    harm(bad)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        checkpoint.verify(bad)
+    assert f"newest good one: {good}" in caught.value.detail
+
+
+def test_checkpoint_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    async def fill(directory: Path) -> Mapping[str, Any]:
+        (directory / "a").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory / "b"))
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*/b: No space left on device"):
+        asyncio.run(checkpoint.write(tmp_path, 1, fill))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_half_written_is_not_found(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / ".step_000002.partial").mkdir()
+    assert [p.name for p in checkpoint.find(tmp_path)] == ["step_000001"]
+
+
+def test_checkpoint_prune_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 30):
+        write(tmp_path, step)
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name for p in checkpoint.find(tmp_path)] == ["step_000002", "step_000030"]
+
+
+def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        checkpoint.newest(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        checkpoint.newest(tmp_path)
+
+
+def test_checkpoint_manifest_covers_every_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    assert set(json.loads((path / "manifest.json").read_text())) == {
+        "model/weights.bin",
+        "state.json",
+    }

@@ -1,0 +1,45 @@
+"""The ledger's lineage: what was rolled back does not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miles.ledger import Ledger, fates
+
+
+def test_ledger_reads_back_fates(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.write(step=1, started=3, ended=[(0, "trained"), (1, "zero_variance")])
+    ledger.write(step=2, started=4, ended=[(2, "trained")])
+    ledger.close()
+    assert fates(tmp_path / "ledger.jsonl") == {
+        0: ["trained"],
+        1: ["zero_variance"],
+        2: ["trained"],
+    }
+
+
+def test_ledger_rolled_back_entries_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.write(step=1, started=1, ended=[(0, "trained")])
+    kept = ledger.offset
+    ledger.write(step=2, started=2, ended=[(1, "trained")])
+    ledger.close()
+    again = Ledger(path)
+    assert again.offset > kept
+    again.roll_back(kept)
+    again.write(step=2, started=2, ended=[(1, "trained")])
+    again.roll_back(again.offset)  # nothing after: writes nothing
+    again.close()
+    assert fates(path) == {0: ["trained"], 1: ["trained"]}
+
+
+def test_ledger_ignores_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.write(step=1, started=1, ended=[(0, "trained")])
+    ledger.close()
+    with path.open("ab") as file:
+        file.write(b'{"step":2,"trai')
+    assert fates(path) == {0: ["trained"]}
