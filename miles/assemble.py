@@ -33,7 +33,7 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         directory=shared.directory,
         seed=settings.seed,
         settings=settings,
-        provenance=registry.provenance(),
+        plugins={"selection": registry.selection, "provenance": registry.provenance()},
         rewards=registry.rewards(),
         filters=registry.filters(),
     )

@@ -78,7 +78,7 @@ class Directory:
         lock.flush()
         return cls(path.resolve(), lock)
 
-    def record(self, config: Mapping[str, Any], provenance: Mapping[str, str]) -> None:
+    def record(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Write `config.json`, `config.yaml` (for people) and `plugins.json`."""
         from omegaconf import OmegaConf
 

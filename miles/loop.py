@@ -8,13 +8,13 @@ imports torch, or touches a file.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 from miles.buffer import Buffer, Lease
-from miles.errors import BadReward, EpisodeTimeout, RolloutError, TokenMismatch
+from miles.episode import check_reward
+from miles.errors import EpisodeTimeout, RolloutError, TokenMismatch
 from miles.placement import Placement
 from miles.protocols import Conversation, Environment, Episode, Selector, Tools
 from miles.settings import Settings
@@ -172,20 +172,14 @@ async def episode(made: Episode, conversation: Conversation, max_turns: int) -> 
             break
         messages = after.messages
     worth = await made.reward()
-    reward, metrics = worth if isinstance(worth, tuple) else (worth, None)
-    return conversation.trajectory(reward=_finite(reward), metrics=metrics)
+    reward, metrics = check_reward(worth, type(made).__qualname__)
+    return conversation.trajectory(reward=reward, metrics=metrics)
 
 
 async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int) -> Group:
     """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 -
     seed."""
     return await rollout(run, Lease(id=-1 - seed, task=task), samples, sampling=sampling)
-
-
-def _finite(reward: Any) -> float:
-    if isinstance(reward, int | float) and math.isfinite(reward):
-        return float(reward)
-    raise BadReward(f"the reward is {reward!r}, not one finite number")
 
 
 def _as_drop(error: Exception, settings: Settings) -> Drop:

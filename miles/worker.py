@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import PluginVersionError, WorkerError
-from miles.plugins import Registry
+from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
 from miles.wire import Connection, error_to_wire
 
@@ -89,21 +89,18 @@ class Worker:
     def build(
         self,
         parts: list[Spec],
-        plugins: list[str],
-        provenance: Mapping[str, Any],
+        plugins: Mapping[str, Any],
         context: Mapping[str, Any],
     ) -> list[str]:
         """Build `parts` in order, replacing what was built before; the names of what there is
         now."""
         if self._registry is None:
-            self._registry = Registry.load(files=tuple(plugins))
+            self._registry = Registry.load(**plugins.get("selection", {}))
+            theirs = plugins.get("provenance", {})
             mine = self._registry.provenance()
-            if provenance and dict(mine) != dict(provenance):
-                different = sorted(
-                    k for k in {*mine, *provenance} if mine.get(k) != provenance.get(k)
-                )
+            if theirs and (lines := compare_provenance(theirs, mine)):
                 raise PluginVersionError(
-                    f"{self.name}: plugins differ from the driver's: {', '.join(different)}"
+                    f"{self.name}: plugins differ from the driver's: {'; '.join(lines)}"
                 )
         self.parts.clear()
         around = Context(

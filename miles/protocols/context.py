@@ -41,8 +41,8 @@ class Context:
     """Workers of its kind."""
     master: str = ""
     """`host:port` of rank 0's rendezvous when world > 1."""
-    provenance: Mapping[str, str] = field(default_factory=dict)
-    """Plugins with versions and hashes, for workers to compare with theirs."""
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """How another process loads the same plugins (`selection`), and their `provenance`."""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Reward functions that plugins registered with `miles_rewards`, by name."""
     filters: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -66,8 +66,7 @@ class Local:
                 process.call(
                     "worker.build",
                     list(parts),
-                    list(context.settings.plugins),
-                    dict(context.provenance),
+                    dict(context.plugins),
                     {
                         "directory": str(around.directory),
                         "seed": around.seed,

@@ -1,0 +1,172 @@
+"""Worker processes: built through the same registry, errors come back, nobody outlives its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles import ConfigError, Context, PluginVersionError, Settings, Spec, WorkerError
+from miles.plugins import Registry
+
+PLUGIN = '''
+"""A precision and a selector with odd methods, to look at workers with."""
+import asyncio, os, time
+from dataclasses import dataclass
+import numpy as np
+from miles import Budget, ConfigError
+
+
+class Odd:
+    """Answers calls in all the ways there are."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        size: int = 3
+        """How long an array."""
+
+    def __init__(self, config, context):
+        self.config, self.context = config, context
+        self.master = self.compute = self.engine = self.export = "float32"
+        self.budget = Budget(max=1.0, mean=1.0)
+
+    def fingerprint(self): return "odd"
+    def array(self, x): return np.full(self.config.size, x, np.int32)
+    def where(self): return [os.getpid(), self.context.rank, self.context.world]
+    def config_error(self): raise ConfigError("odd.size: 3 is odd")
+    def bug(self): return {}["missing"]
+    def sleep(self, s): time.sleep(s)
+    def die(self): os._exit(3)
+    async def wait(self, s): await asyncio.sleep(s); return s
+
+
+miles_components = {"precision": {"odd": Odd}}
+'''
+
+
+def run(tmp_path: Path, body: Any, **config: Any) -> Any:
+    """Run `body(handle, runtime)` with one worker that holds an `odd` precision."""
+    plugin = tmp_path / "odd_plugin.py"
+    plugin.write_text(PLUGIN)
+    registry = Registry.load(files=[plugin])
+    context = Context(
+        directory=tmp_path,
+        settings=Settings(),
+        plugins={"selection": registry.selection, "provenance": registry.provenance()},
+    )
+    runtime = registry.build(Spec(kind="runtime", name="local", config=config), context)
+
+    async def main() -> Any:
+        try:
+            parts = [Spec(kind="precision", name="odd", config={"size": 5})]
+            handle = await runtime.start("odd", parts, context, world=config.pop("world", 1))
+            return await body(handle, runtime, context)
+        finally:
+            await runtime.stop()
+
+    return asyncio.run(main())
+
+
+def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        assert (await handle.call("precision.array", 7)).tolist() == [7] * 5
+        slow = asyncio.create_task(handle.call("precision.sleep", 0.5))
+        began = time.monotonic()
+        assert await handle.call("precision.wait", 0.01) == 0.01  # coroutines pass a busy thread
+        assert time.monotonic() - began < 0.4
+        await slow
+        with pytest.raises(ConfigError, match=r"odd\.size: 3 is odd"):
+            await handle.call("precision.config_error")
+        with pytest.raises(WorkerError, match="odd: KeyError: 'missing'") as caught:
+            await handle.call("precision.bug")
+        assert "in bug" in caught.value.detail
+        with pytest.raises(WorkerError, match="no part 'trainer'"):
+            await handle.call("trainer.step")
+        with pytest.raises(WorkerError, match=r"precision\.wait did not answer within 0\.05 s"):
+            await handle.call("precision.wait", 5, timeout=0.05)
+        parts = [Spec(kind="precision", name="odd", config={"size": 2})]
+        await runtime.rebuild(handle, parts, context)
+        assert len(await handle.call("precision.array", np.int32(1))) == 2
+
+    run(tmp_path, body)
+
+
+def test_worker_death_fails_open_calls_with_its_name(tmp_path: Path) -> None:
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        waiting = asyncio.create_task(handle.call("precision.wait", 60))
+        with pytest.raises(WorkerError, match=r"odd: the worker process ended \(exit code 3\)"):
+            await handle.call("precision.die")
+        with pytest.raises(WorkerError, match="exit code 3"):
+            await waiting
+        with pytest.raises(WorkerError, match=r"cannot call precision\.array"):
+            await handle.call("precision.array", 1)
+
+    run(tmp_path, body)
+
+
+def test_worker_hung_is_noticed_by_its_silence(tmp_path: Path) -> None:
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        pid = (await handle.call("precision.where"))[0]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"odd: the worker process sent nothing for"):
+            await handle.call("precision.array", 1)
+
+    run(tmp_path, body, silent_after_s=1.5, stop_timeout_s=0.5)
+
+
+def test_worker_refuses_other_plugins_than_the_drivers(tmp_path: Path) -> None:
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        (tmp_path / "odd_plugin.py").write_text(PLUGIN + "\n# changed\n")
+        with pytest.raises(
+            PluginVersionError, match="other: plugins differ from the driver's"
+        ) as e:
+            await runtime.start("other", [], context)
+        assert "odd_plugin" in str(e.value)
+
+    run(tmp_path, body)
+
+
+def test_worker_processes_end_with_a_killed_driver(tmp_path: Path) -> None:
+    """SIGKILL gives the driver no chance to stop anything."""
+    plugin = tmp_path / "odd_plugin.py"
+    plugin.write_text(PLUGIN)
+    script = f"""
+import asyncio
+from pathlib import Path
+from miles import Context, Spec
+from miles.plugins import Registry
+registry = Registry.load(files=[{str(plugin)!r}])
+context = Context(directory=Path({str(tmp_path)!r}), plugins={{"selection": registry.selection}})
+async def main():
+    runtime = registry.build(Spec(kind="runtime", name="local"), context)
+    handle = await runtime.start("odd", [Spec(kind="precision", name="odd")], context, world=2)
+    print(*[(await handle.call("precision.where", rank=r))[0] for r in (0, 1)], flush=True)
+    await handle.call("precision.sleep", 60)
+asyncio.run(main())
+"""
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(p) for p in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 5
+    while any(_alive(p) for p in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(p) for p in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
