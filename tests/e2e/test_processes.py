@@ -1,0 +1,96 @@
+"""No process outlives the driver, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MILES = Path(sys.executable).parent / "miles"
+
+
+def _command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _below(pid):
+    """Every living descendant of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(entry.name), *_below(int(entry.name))]
+    return found
+
+
+def _wait(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def test_killed_driver_leaves_no_worker_behind(tiny_overrides, tmp_path):
+    """SIGKILL gives the driver no chance to say goodbye; the workers notice by themselves."""
+    overrides = [*tiny_overrides, "stages.sft.steps=100000", f"run.dir={tmp_path}", "run.name=run"]
+    driver = subprocess.Popen(
+        [str(MILES), "run", *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        _wait(
+            lambda: (
+                (metrics.exists() and '"stage"' in metrics.read_text()) or driver.poll() is not None
+            ),
+            90,
+            "no step was taken",
+        )
+        assert driver.poll() is None, "the run ended by itself"
+        workers = [pid for pid in _below(driver.pid) if "miles.worker" in _command_line(pid)]
+        assert len(workers) >= 2
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    _wait(lambda: not any(map(_alive, workers)), 5, "a worker outlived its driver")
+
+
+def test_finished_run_leaves_no_process_behind(tiny):
+    """Every worker's command line names its run, or its log would; none may be left of this one."""
+    left = [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and "miles.worker" in _command_line(entry.name)
+        and _cwd_or_log(entry, tiny.directory)
+    ]
+    assert left == []
+
+
+def _cwd_or_log(entry, directory):
+    try:
+        opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
+    except OSError:
+        return False
+    return any(path.startswith(str(directory)) for path in opened)
