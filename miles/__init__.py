@@ -1,10 +1,11 @@
 """miles: post-training of language models as a small core loop and plugins.
 
-This module is the public facade: data types, errors, protocols and the hook marker. Start reading at
-`miles.loop`. It imports no torch, hydra or stevedore.
+This module is the public facade: data types, errors, protocols and the hook marker. Start reading
+at `miles.loop`. It imports no torch, hydra or stevedore.
 """
 
-from miles import errors, protocols, types
+from miles import episode, errors, protocols, types
+from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
 from miles.protocols import *  # noqa: F403
@@ -21,6 +22,7 @@ __all__ = [
     "derive_seed",
     "error_from_wire",
     "hookimpl",
+    *episode.__all__,
     *errors.__all__,
     *protocols.__all__,
     *types.__all__,

@@ -1,0 +1,1 @@
+"""Environments, one module a name; rewards they share are in `rewards`."""

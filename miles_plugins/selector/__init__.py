@@ -1,0 +1,1 @@
+"""Selectors, one module a name."""

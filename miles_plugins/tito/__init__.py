@@ -1,0 +1,1 @@
+"""Handlers between messages and tokens, one module a name."""
