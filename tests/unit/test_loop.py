@@ -1,0 +1,252 @@
+"""The loop over a scripted engine and trainer: versions, accounts, depths, and failures as
+values."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles import (
+    Batch,
+    Drop,
+    EngineError,
+    Group,
+    Receipt,
+    Sample,
+    Sampling,
+    Settings,
+    Span,
+    Task,
+    Trajectory,
+    Update,
+    flatten,
+    loop,
+)
+from miles.buffer import Buffer, Lease
+from miles.placement import Split
+
+
+def trajectory(key: str, version: int, reward: float = 1.0) -> Trajectory:
+    ones = np.ones(2, bool)
+    made = Sample(
+        tokens=np.zeros(2, np.int32), sampled=ones, trainable=ones,
+        logprobs=np.zeros(2, np.float32),
+        spans=(Span(start=0, stop=2, version=version),),
+    )  # fmt: skip
+    return Trajectory(id=key, samples=(made,), reward=reward)
+
+
+class Environment:
+    """Plays by itself; `how` decides what an attempt does."""
+
+    def __init__(self, how: Any = None) -> None:
+        self.how = how
+        self.version = 0
+
+    async def play(self, task: Task, seed: int, tools: Any) -> Trajectory:
+        await asyncio.sleep(0)
+        if self.how is not None:
+            await self.how(task, tools)
+        return trajectory(tools.id, self.version)
+
+
+class Run:
+    """The least that `miles.loop` needs."""
+
+    def __init__(self, environment: Any, *, tasks: int | None = None, **keys: Any) -> None:
+        self.settings = Settings(
+            **{"groups_per_step": 2, "samples_per_group": 2, "steps": 3, **keys}
+        )
+        self.environment = environment
+        self.buffer = Buffer(
+            groups_per_step=self.settings.groups_per_step,
+            samples_per_group=self.settings.samples_per_group,
+            max_lag=self.settings.max_lag,
+            until=self.settings.steps,
+            starved_after_s=2.0,
+        )
+        self.placement = Split()
+        self.selector = None
+        self.hook = SimpleNamespace(
+            weights_published=lambda receipt: self.log.append(f"published {receipt.version}"),
+            group_started=lambda group, task: None,
+            group_finished=lambda group, drop: self.finished.append((group, drop)),
+        )
+        self.trainer = self
+        self.version = 0
+        self.tasks = tasks
+        self.log: list[str] = []
+        self.finished: list[tuple[Group, Drop | None]] = []
+        self.trained: list[list[int]] = []
+        self.leased = 0
+
+    def steps(self) -> Iterator[int]:
+        yield from range(1, self.settings.steps + 1)
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        yield
+
+    def lease(self) -> Lease | None:
+        if self.tasks is not None and self.leased >= self.tasks:
+            return None
+        self.leased += 1
+        return Lease(id=self.leased - 1, task=Task(id=str(self.leased - 1), prompt="x"))
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Any:
+        return SimpleNamespace(id=f"g{lease.id}.{index}", seed=0, group=lease.id)
+
+    async def prepare(self, groups: Sequence[Group]) -> Batch:
+        return Batch(tokens=flatten([s for g in groups for s in g.samples]), terms=())
+
+    async def step(self, batch: Batch) -> Update:
+        self.version += 1
+        self.log.append(f"step {self.version}")
+        return Update(version=self.version)
+
+    async def checkpoint(self, step: int) -> None:
+        self.log.append(f"checkpoint {step}")
+
+    async def send_weights(self) -> Receipt:
+        self.environment.version = self.version
+        return Receipt(version=self.version, digest="", bytes=0, seconds=0.0)
+
+    def judge(self, group: Group) -> Drop | None:
+        return group.failure
+
+    async def evaluate(self, step: int) -> None:
+        self.log.append(f"evaluate {step}")
+
+    def finish_step(self, step: int, groups: Any, batch: Batch, update: Update) -> None:
+        self.trained.append([g.id for g in groups])
+
+
+def train(run: Run) -> Run:
+    asyncio.run(asyncio.wait_for(loop.train(run), 20))  # type: ignore[arg-type]
+    return run
+
+
+def test_loop_synchronous_order_of_a_step() -> None:
+    run = train(Run(Environment(), steps=2))
+    assert run.log == [
+        "published 0", "evaluate 0",
+        "step 1", "checkpoint 1", "published 1", "evaluate 1",
+        "step 2", "checkpoint 2", "published 2", "evaluate 2",
+    ]  # fmt: skip
+    assert run.trained == [[0, 1], [2, 3]]
+    assert run.leased == 4  # nothing was started that no step would take
+    assert run.buffer.accounts.balanced
+    assert run.buffer.accounts.trained == 4
+
+
+def test_loop_asynchronous_is_the_same_loop_and_holds_its_bound() -> None:
+    run = Run(Environment(), steps=20, max_lag=2)
+    seen: list[int] = []
+    take = run.buffer.take
+
+    async def spy(count: int, *, last: str = "keep") -> list[Group]:
+        groups = await take(count, last=last)
+        seen.extend(run.version - g.oldest for g in groups if g.oldest is not None)
+        return groups
+
+    run.buffer.take = spy  # type: ignore[method-assign]
+    train(run)
+    assert max(seen) <= 2
+    assert run.buffer.accounts.balanced
+
+
+def test_loop_failures_are_values_and_places_come_back() -> None:
+    async def sometimes(task: Task, tools: Any) -> None:
+        if int(task.id) % 3 == 0:
+            raise EngineError("the engine refused")
+
+    run = train(Run(Environment(sometimes)))
+    accounts = run.buffer.accounts
+    assert accounts.balanced
+    assert accounts.trained == 6
+    assert accounts.dropped["engine_error"] == accounts.dropped.total() >= 3
+    assert all("refused" in d.detail for _, d in run.finished if d)
+
+
+def test_loop_attempt_past_its_deadline_is_a_timeout_value() -> None:
+    async def slow(task: Task, tools: Any) -> None:
+        if task.id == "0":
+            await asyncio.sleep(60)
+
+    began = time.monotonic()
+    run = train(Run(Environment(slow), steps=1, episode_timeout_s=0.05))
+    assert run.buffer.accounts.dropped == {"timeout": 1}
+    assert time.monotonic() - began < 10
+
+
+def test_loop_bug_in_an_environment_stops_the_run() -> None:
+    async def bug(task: Task, tools: Any) -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        train(Run(Environment(bug)))
+    assert caught.group_contains(KeyError, match="a bug")
+
+
+def test_loop_ends_when_the_tasks_run_out() -> None:
+    kept = train(Run(Environment(), tasks=3, steps=10))
+    assert kept.trained == [[0, 1], [2]]
+    dropped = train(Run(Environment(), tasks=3, steps=10, last_batch="drop"))
+    assert dropped.trained == [[0, 1]]
+
+
+def test_loop_whole_group_depth() -> None:
+    class Deep:
+        version = 0
+
+        async def rollout(self, task: Task, tools: Any) -> Group:
+            if task.id == "1":
+                raise EngineError("no")
+            made = tuple(trajectory(f"{tools.id}.{i}", self.version) for i in range(3))
+            return Group(id=tools.group, task=task, trajectories=made)
+
+    run = train(Run(Deep(), steps=1))
+    assert run.trained == [[0, 2]]
+    assert [len(g.trajectories) for g, d in run.finished if d is None] == [3, 3]
+    assert run.buffer.accounts.dropped == {"engine_error": 1}
+
+
+def test_loop_episode_depth_drives_turns_until_done_or_the_limit() -> None:
+    class Talk:
+        def __init__(self, turns: int) -> None:
+            self.turns, self.seen = turns, 0
+
+        async def reset(self) -> str:
+            return "go"
+
+        async def step(self, reply: str) -> Any:
+            self.seen += 1
+            return SimpleNamespace(done=self.seen == self.turns, messages=("more",))
+
+        async def reward(self) -> Any:
+            return float(self.seen), {"seen": float(self.seen)}
+
+    class Conversation:
+        def __init__(self) -> None:
+            self.said: list[Any] = []
+
+        async def turn(self, messages: Any) -> str:
+            self.said.append(messages)
+            return "reply"
+
+        def trajectory(self, *, reward: float, metrics: Any) -> Any:
+            return reward, metrics
+
+    for turns, limit, expected in ((1, 5, 1.0), (3, 5, 3.0), (9, 4, 4.0)):
+        conversation = Conversation()
+        made = Talk(turns)
+        got = asyncio.run(loop.episode(made, conversation, limit))  # type: ignore[arg-type]
+        assert got == (expected, {"seen": expected})
+        assert conversation.said == ["go"] + [("more",)] * (int(expected) - 1)
