@@ -121,10 +121,11 @@ METRICS: tuple[Metric, ...] = _rows(
         "Time in the trainer: log-prob passes, forward, backward, optimizer.",
     ),
     ("time/publish_s", "seconds", "Time to move the weights to every engine."),
+    ("time/eval_wait_s", "seconds", "Time the trainer waited for an evaluation to end."),
     (
         "time/overhead_s",
         "seconds",
-        "The rest of the step: preparing, bookkeeping, checkpoints, evaluation.",
+        "The rest of the step: preparing, bookkeeping, checkpoints.",
     ),
     (
         "engine/idle_s",

@@ -51,8 +51,8 @@ class Jsonl:
         if name in _SKIPPED_MOMENTS:
             return
         try:
-            if name == "stage_started":
-                self._rewind(int(data["version"]))
+            if data.get("resumed") is not None:
+                self._rewind(int(data["resumed"]))
             self._step = data.get("step", self._step)
             step = {} if self._step is None else {"step": self._step}
             self._append(

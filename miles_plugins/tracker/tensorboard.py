@@ -37,14 +37,12 @@ class Tensorboard:
         self._config = config
         self._directory = context.directory / "tensorboard"
         self._writer: Any = None
-        self._stage = 0
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """Write what a moment carries."""
         if name == "run_started":
-            self._text("config", _block(data.get("config", {})))
+            self._start(data)
         elif name == "stage_started":
-            self._restart(int(data["version"]))
             self._text("stage", str(data["stage"]), step=int(data["version"]))
         elif name == "step_finished":
             self._scalars("", data, step=int(data["step"]))
@@ -59,13 +57,14 @@ class Tensorboard:
             writer, self._writer = self._writer, None
             writer.close()
 
-    def _restart(self, version: int) -> None:
-        # Readers drop events at or after the step of a START; those at `version` itself are good.
+    def _start(self, data: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        self._stage += 1
-        if self._stage == 1:
-            self._add(version + 1, session_log=SessionLog(status=SessionLog.START))
+        resumed = data.get("resumed")
+        if resumed is not None:
+            # Readers drop events at or after the step of a START; those of `resumed` are good.
+            self._add(resumed + 1, session_log=SessionLog(status=SessionLog.START))
+        self._text("config", _block(data.get("config", {})), step=resumed or 0)
 
     def _scalars(self, prefix: str, data: Mapping[str, Any], *, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -121,7 +121,7 @@ class Progress:
         self.stage = str(data["stage"])
         self.step = int(data["version"])
         self.stage_steps = int(data.get("steps", self.steps.get(self.stage, 0)))
-        self.stage_step = 0
+        self.stage_step = self.step - int(data.get("first", self.step))  # a resume begins inside
         self.metrics, self.recent, self.drops = {}, {}, Counter()
         self.reward, self.first_reward = Course(), None
         self._stage_began = self._last = time.monotonic()

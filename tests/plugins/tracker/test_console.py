@@ -144,6 +144,13 @@ def test_progress_estimates_the_time_left_from_recent_steps() -> None:
     assert progress.left_s == pytest.approx(97 * 0.02, rel=0.5)
 
 
+def test_progress_of_a_resumed_stage_begins_inside() -> None:
+    progress = Progress()
+    resumed = {"stage": "s", "version": 1230, "first": 1200, "steps": 100}
+    progress.take("stage_started", resumed)
+    assert (progress.stage_step, progress.stage_steps) == (30, 100)
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=2000), st.integers(1, 80))
 def test_course_keeps_its_memory_and_its_range(values: list[float], width: int) -> None:
     course = Course()

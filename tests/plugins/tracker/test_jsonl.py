@@ -21,8 +21,9 @@ def lines(directory: Path) -> list[dict]:
     return [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def run(tracker: Jsonl, first: int, last: int) -> None:
-    tracker.moment("run_started", {"directory": "x", "name": "n", "config": {"a": 1}})
+def run(tracker: Jsonl, first: int, last: int, *, resumed: bool = False) -> None:
+    started = {"directory": "x", "name": "n", "config": {"a": 1}}
+    tracker.moment("run_started", {**started, "resumed": first if resumed else None})
     tracker.moment("stage_started", {"stage": "grpo", "version": first, "steps": 9})
     for step in range(first + 1, last + 1):
         tracker.moment("step_finished", {"step": step, "stage": "grpo", "reward/mean": step / 9})
@@ -78,7 +79,7 @@ def test_jsonl_resumed_run_has_every_step_once(tmp_path: Path, torn: str) -> Non
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     tracker = make(tmp_path)
-    run(tracker, 4, 8)
+    run(tracker, 4, 8, resumed=True)
     tracker.close()
     for moment in ("step_finished", "evaluated"):
         steps = [x["step"] for x in lines(tmp_path) if x["moment"] == moment]
@@ -100,18 +101,18 @@ def test_jsonl_survives_any_number_of_crashes(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int], cut: int
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
+    path = directory / "metrics.jsonl"
     reached = 0
     for stop in stops:
         reached = min(stop, reached)  # resumes at a checkpoint at or before where it got to
         tracker = make(directory)
-        run(tracker, reached, reached + 5)
+        run(tracker, reached, reached + 5, resumed=path.exists())
         tracker.close()
-        path = directory / "metrics.jsonl"
         path.write_bytes(path.read_bytes()[: -cut or None])
         whole = [json.loads(x) for x in path.read_bytes().splitlines() if x.endswith(b"}")]
         reached = max([x["step"] for x in whole if x["moment"] == "step_finished"], default=0)
     tracker = make(directory)
-    run(tracker, reached, reached + 2)
+    run(tracker, reached, reached + 2, resumed=True)
     tracker.close()
     steps = [x["step"] for x in lines(directory) if x["moment"] == "step_finished"]
     assert steps == list(range(1, reached + 3))

@@ -14,7 +14,8 @@ pytest.importorskip("tensorboard")
 
 def drive(directory: Path, first: int, last: int, reward: float) -> None:
     tracker = Tensorboard(Tensorboard.Config(), Context(directory=directory))
-    tracker.moment("run_started", {"name": "n", "config": {"seed": 3}})
+    started = {"name": "n", "config": {"seed": 3}, "resumed": first or None}
+    tracker.moment("run_started", started)
     tracker.moment("stage_started", {"stage": "grpo", "version": first, "steps": last})
     for step in range(first + 1, last + 1):
         metrics = {"step": step, "stage": "grpo", "reward/mean": reward, "lr": float("nan")}

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def drive(directory: Path, **config: Any) -> None:
 def records(data: bytes) -> Iterator[bytes]:
     """The LevelDB log format after a 7-byte header: 32 KiB blocks of (crc, length, type, piece)."""
     at, parts = 7, []
-    while at < len(data):
+    while at + 7 <= len(data):
         if 2**15 - at % 2**15 < 7:
             at += 2**15 - at % 2**15
             continue
@@ -43,16 +44,24 @@ def records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
-def history(directory: Path) -> Iterator[dict[str, Any]]:
+def history(directory: Path) -> list[dict[str, Any]]:
     from wandb.proto import wandb_internal_pb2
 
     (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    for data in records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            yield {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items}
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # W&B's own process writes on after `finish` has returned
+        found = []
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "exit":
+                return found
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                pairs = {(i.key or "/".join(i.nested_key)): i.value_json for i in items}
+                found.append({key: json.loads(value) for key, value in pairs.items()})
+        time.sleep(0.05)
+    raise AssertionError(f"{path} never got its exit record")
 
 
 def test_wandb_logs_offline_and_never_its_key(
@@ -61,7 +70,7 @@ def test_wandb_logs_offline_and_never_its_key(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "online")  # the configuration decides, not this
     drive(tmp_path, mode="offline", tags=("a", "b"))
-    found = list(history(tmp_path))
+    found = history(tmp_path)
     assert [x["reward/mean"] for x in found if "reward/mean" in x] == [0.5, 1.0]
     assert [x["eval/heldout/score"] for x in found if "eval/heldout/score" in x] == [0.5]
     written = [p for p in tmp_path.rglob("*") if p.is_file()]
