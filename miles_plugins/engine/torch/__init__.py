@@ -1,0 +1,316 @@
+"""The embedded engine: continuous batching over miles' own decoder forward, on a CPU or one GPU.
+
+This module holds the asynchronous surface and no arithmetic; torch is imported when an engine is
+built. It serves any model family whose registration gives a `Decoder` and canonical tensor names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from miles import (
+    Array,
+    Completion,
+    ConfigError,
+    Context,
+    EngineError,
+    Request,
+    WeightSyncError,
+)
+
+__all__ = ["Torch"]
+
+
+class Torch:
+    """Embedded engine: continuous batching, prefix reuse, reproducible sampling; its own process.
+
+    Every forward has the same number of token slots, so on a CPU a request's tokens and log-probs
+    are bit-equal alone, together, shuffled and with or without prefix reuse. Sampling noise is a
+    function of the request's seed and the token's position.
+
+    Log-probs are under the whole distribution at the sampling temperature; a greedy request
+    (temperature 0) reports them at temperature 1. New weights take effect between two forwards:
+    running requests go on under the new version, with their keys and values computed again, and
+    their spans say which token is from which version.
+    """
+
+    samples = True
+    process = "worker"
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        """How large batches are and where they run."""
+
+        rows: int = 64
+        """Requests that decode together; more wait."""
+        chunk: int = 0
+        """Token slots of every forward, shared by prompts and decoding rows; at least 4; 0 is as many as rows."""
+        max_len: int = 0
+        """Longest prompt and completion together; 0 is the model's own, at most 2048."""
+        key_block: int = 32
+        """Keys that attention reads at a time."""
+        prefix_reuse: bool = True
+        """Compute equal prompts and prefixes once."""
+        max_waiting: int = 4096
+        """Requests that may wait for a row; one more is refused."""
+        threads: int = 1
+        """Torch threads of the process."""
+        device: Literal["cpu", "cuda"] = "cpu"
+        """Where weights and cache live."""
+        workers: int = 1
+        """Engine processes."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        self.config = config
+        self.model = context.model
+        self.decoder = context.model.decoder()
+        self.max_len = config.max_len or min(self.decoder.max_len, 2048)
+        self.slots = config.chunk or config.rows
+        self._check()
+        import torch
+
+        from miles_plugins.engine.torch.batching import Batching
+        from miles_plugins.engine.torch.decoder import Cache, Forward
+
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("engine torch: device is cuda, but torch sees no GPU; use device=cpu")
+        torch.set_num_threads(config.threads)
+        self._device = torch.device(config.device)
+        self._dtype = getattr(torch, context.precision.engine)
+        shape = {
+            "max_len": self.max_len,
+            "key_block": config.key_block,
+            "dtype": self._dtype,
+            "device": self._device,
+        }
+        self._make_cache = lambda: Cache(self.decoder, rows=config.rows, **shape)
+        self._batching = Batching(
+            forward=Forward(self.decoder, slots=self.slots, **shape),
+            cache=self._make_cache(),
+            rows=config.rows,
+            max_len=self.max_len,
+            reuse=config.prefix_reuse,
+            score_temperature=context.settings.temperature or 1.0,
+        )
+        self._paused = self._asleep = False
+        self._task: asyncio.Task[None] | None = None
+
+    def _check(self) -> None:
+        config = self.config
+        for name in ("rows", "key_block", "threads", "workers", "max_waiting"):
+            if getattr(config, name) < 1:
+                raise ConfigError(
+                    f"engine torch: {name} is {getattr(config, name)}; it must be at least 1"
+                )
+        if self.slots < 4:
+            what = "chunk" if config.chunk else "rows (chunk is 0)"
+            raise ConfigError(
+                f"engine torch: {what} is {self.slots}; a forward needs at least 4 token slots, because "
+                "smaller products round differently"
+            )
+        if self.max_len > self.decoder.max_len:
+            raise ConfigError(
+                f"engine torch: max_len is {self.max_len}, but the model's longest context is "
+                f"{self.decoder.max_len}"
+            )
+        decoder = self.decoder
+        if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:
+            raise ConfigError(
+                f"engine torch: {decoder.heads} query heads over {decoder.kv_heads} key heads of width "
+                f"{decoder.head_dim}; heads must be a multiple of key heads, the width even"
+            )
+        if self.max_len < 2:
+            raise ConfigError(f"engine torch: max_len is {self.max_len}; it must be at least 2")
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion; see `miles.Engine`.
+
+        A completion ends at a stop id, at `max_new_tokens`, or where prompt and completion reach
+        `max_len`. Raises `EngineError` for a request that cannot be served or a full queue.
+        """
+        self._accept(request)
+        return await self._submit(request.tokens, request)
+
+    async def score(self, tokens: Array) -> Array:
+        """(tokens,) float32: log-prob of each token given those before it, 0 for the first.
+
+        At the run's sampling temperature (1 if that is 0), as the trainer computes them; bit-equal
+        to what sampling these tokens at that temperature would have reported.
+        """
+        self._accept_tokens("score", tokens, room=0)
+        return await self._submit(tokens, None)
+
+    async def _submit(self, tokens: Array, request: Request | None) -> Any:
+        from miles_plugins.engine.torch.batching import Job
+
+        batching = self._batching
+        if len(batching.waiting) >= self.config.max_waiting:
+            raise EngineError(
+                f"engine torch: {len(batching.waiting)} requests wait for {self.config.rows} rows, "
+                f"max_waiting is {self.config.max_waiting}"
+            )
+        future = asyncio.get_running_loop().create_future()
+        job = Job(tokens=np.asarray(tokens, np.int64), request=request, future=future)
+        batching.waiting.append(job)
+        self._start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            batching.remove(job)
+            raise
+
+    def _accept(self, request: Request) -> None:
+        name, sampling = f"request {request.id!r}", request.sampling
+        if not request.key:
+            raise EngineError(f"engine torch: {name} has no routing key")
+        self._accept_tokens(name, request.tokens, room=1)
+        if sampling.max_new_tokens < 1:
+            self._refuse(name, f"max_new_tokens is {sampling.max_new_tokens}, not at least 1")
+        if not 0 <= sampling.temperature < float("inf"):
+            self._refuse(name, f"temperature is {sampling.temperature}, not 0 or a positive number")
+        if not 0 < sampling.top_p <= 1:
+            self._refuse(name, f"top_p is {sampling.top_p}, not in (0, 1]")
+        if sampling.top_k < 0:
+            self._refuse(name, f"top_k is {sampling.top_k}, not 0 or a positive number")
+
+    def _accept_tokens(self, name: str, tokens: Array, *, room: int) -> None:
+        if not len(tokens):
+            self._refuse(name, "there are no tokens")
+        if len(tokens) + room > self.max_len:
+            left = f", and at least {room} must be left to sample" if room else ""
+            self._refuse(name, f"{len(tokens)} tokens do not fit: max_len is {self.max_len}{left}")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.decoder.vocab_size:
+            self._refuse(
+                name,
+                f"token {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.decoder.vocab_size}",
+            )
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise EngineError(f"engine torch: {name}: {why}")
+
+    async def abort(self, keys: Sequence[str] | None = None) -> int:
+        """End requests of these routing keys (None: all) with what they have; how many there were."""
+        outcomes = self._batching.abort(keys)
+        self._resolve(outcomes)
+        return len(outcomes)
+
+    # ------------------------------------------------------------ weights and life cycle
+
+    async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
+        """Serve (Hugging Face name, tensor) weights as `version` from the next forward on.
+
+        All or nothing: raises `WeightSyncError` naming what is missing, unknown, misshapen or not
+        finite, and then the old weights stay.
+        """
+        from miles_plugins.engine.torch.decoder import collect, fuse
+
+        batching = self._batching
+        if version < batching.version and batching.active:
+            raise WeightSyncError(
+                f"engine torch: version {version} is older than {batching.version}, and "
+                f"{batching.active} requests are running; their versions would fall"
+            )
+        found = collect(self.decoder, self.model.engine_name, weights)
+        where = self._device if not self._asleep else "cpu"
+        batching.load(version, fuse(self.decoder, found, dtype=self._dtype, device=where))
+        self._start()
+
+    async def version(self) -> int:
+        """The version being served; -1 before the first load."""
+        return self._batching.version
+
+    async def pause(self) -> None:
+        """Stop between two forwards; requests wait."""
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        self._start()
+
+    async def sleep(self) -> None:
+        """Stop, free the cache, and move weights off the GPU; running requests go on after `wake`."""
+        if self._asleep:
+            return
+        self._asleep = True
+        self._batching.forget()
+        self._batching.cache = None
+        self._move("cpu")
+
+    async def wake(self) -> None:
+        """Take memory back and go on."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        self._batching.cache = self._make_cache()
+        self._move(self._device)
+        self._start()
+
+    def _move(self, device: Any) -> None:
+        from miles_plugins.engine.torch.decoder import moved
+
+        if self._batching.parameters is not None and self._device.type != "cpu":
+            self._batching.parameters = moved(self._batching.parameters, device)
+
+    async def health(self) -> Mapping[str, float]:
+        """`active` and `waiting` requests now; since start: `tokens` sampled, `busy_s`, `prompt_tokens`, and
+        `cached_tokens` of them whose keys and values were reused."""
+        batching = self._batching
+        return {
+            "active": batching.active,
+            "waiting": len(batching.waiting),
+            "tokens": batching.sampled,
+            "busy_s": batching.busy_s,
+            "prompt_tokens": batching.prompt_tokens,
+            "cached_tokens": batching.cached_tokens,
+        }
+
+    # ------------------------------------------------------------ the batching loop
+
+    def _ready(self) -> bool:
+        return not self._paused and not self._asleep and self._batching.due()
+
+    def _start(self) -> None:
+        if self._task is None and self._ready():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._ended)
+
+    async def _run(self) -> None:
+        # Requests that arrive together should be admitted together: let the rest of them in first.
+        await asyncio.sleep(0)
+        while self._ready():
+            self._resolve(self._batching.step())
+            await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A forward that raised (out of memory, a bug) fails every request instead of hanging it."""
+        self._task = None
+        fault = None if task.cancelled() else task.exception()
+        if fault is None:
+            if not task.cancelled():
+                self._start()
+            return
+        batching = self._batching
+        for job in [j for j in (*batching.waiting, *batching.jobs) if j is not None]:
+            batching.remove(job)
+            error = EngineError(f"engine torch: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+            self._resolve([(job, error)])
+
+    def _resolve(self, outcomes: Iterable[tuple[Any, Any]]) -> None:
+        for job, outcome in outcomes:
+            if job.future.done():
+                continue
+            if isinstance(outcome, EngineError):
+                job.future.set_exception(outcome)
+            else:
+                job.future.set_result(outcome)
