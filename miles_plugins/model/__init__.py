@@ -1,0 +1,1 @@
+"""Built-in model families; registrations are light, building a module is in `build`."""

@@ -1,0 +1,111 @@
+"""Makes the `transformers` module of a checkpoint or of a made-up configuration; heavy, for trainer workers.
+
+Never reaches for the network, and never lets a tensor that does not fit pass in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.initialization import no_init_weights
+
+from miles import ConfigError
+
+__all__ = ["causal_lm"]
+
+
+def causal_lm(hf_config: Mapping[str, Any], directory: Path | None) -> nn.Module:
+    """A float32 causal language model.
+
+    Without a directory the weights are drawn by torch's current random generator, so the caller seeds it.
+    With one they are read from its safetensors. Raises `ConfigError` for an unknown class or model type, and
+    naming every tensor that is missing, extra or of another shape.
+    """
+    kind = _model_class(hf_config)
+    fields = {k: v for k, v in hf_config.items() if k not in ("dtype", "torch_dtype")}
+    config = kind.config_class.from_dict({**fields, "dtype": "float32"})
+    if directory is None:
+        return kind(config)
+    with no_init_weights():
+        model = kind(config)
+    _fill(model, _files(directory))
+    return model
+
+
+def _model_class(hf_config: Mapping[str, Any]) -> Any:
+    names = hf_config.get("architectures") or []
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    raise ConfigError(
+        f"model: architectures {list(names)} of model_type {hf_config.get('model_type')!r} are not in "
+        f"transformers {transformers.__version__}"
+    )
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [directory / name for name in names]
+    else:
+        files = [directory / "model.safetensors"]
+    absent = [str(path) for path in files if not path.is_file()]
+    if absent:
+        raise ConfigError(
+            f"model: {', '.join(absent)} does not exist; weights are read from safetensors only"
+        )
+    return files
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, files: list[Path]) -> None:
+    targets = model.state_dict(keep_vars=True)
+    tied = _tied(targets)
+    seen: set[str] = set()
+    faults: list[str] = []
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as held:
+                for name in held.keys():  # noqa: SIM118 - not a mapping
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue  # old checkpoints carry it; it follows from the configuration
+                    target = targets.get(name)
+                    if target is None:
+                        faults.append(f"{name} is extra")
+                        continue
+                    tensor = held.get_tensor(name)
+                    if tensor.shape != target.shape:
+                        faults.append(
+                            f"{name} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}"
+                        )
+                    elif tied.get(name) in seen and not torch.equal(target, tensor.to(target)):
+                        faults.append(f"{name} differs from {tied[name]}, to which it is tied")
+                    else:
+                        target.copy_(tensor)
+                    seen.add(name)
+        except SafetensorError as error:
+            raise ConfigError(f"model: {path} is damaged: {error}") from error
+    covered = seen | {name for name, twin in tied.items() if twin in seen}
+    faults += [f"{name} is missing" for name in targets if name not in covered]
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        where = files[0].parent
+        raise ConfigError(f"model: weights in {where} do not fit: {'; '.join(faults[:8])}{more}")
+
+
+def _tied(targets: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Each name that shares memory with another, to that other."""
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in targets.items():
+        by_memory.setdefault(tensor.data_ptr(), []).append(name)
+    twins = [names for names in by_memory.values() if len(names) == 2]
+    return {a: b for first, second in twins for a, b in ((first, second), (second, first))}
