@@ -1,0 +1,1 @@
+"""Built-in precision recipes: plain data that every process reads."""
