@@ -1,0 +1,138 @@
+"""Weights move through shared memory between processes of one machine.
+
+The driver's half: it passes names and sizes, never tensors. Both worker halves are in
+`shared_memory`, which imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles import ConfigError, Context, Engine, Handle, MilesError, Receipt, Trainer, WeightSyncError
+
+__all__ = ["Memory"]
+
+_log = logging.getLogger(__name__)
+
+
+class Memory:
+    """Shared memory between local processes: one stream of named tensors, in buckets, proven by digest.
+
+    Two buckets take turns: while engines copy one, the trainer fills the other. A bucket is a file in shared
+    memory, readable by this user alone, that loses its name as soon as it is made, so that nothing is left behind
+    however a process ends. Engines stage the whole stream, compare every tensor's digest, and only then switch,
+    between two forwards; a failure before that leaves the old version everywhere.
+    """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        """How large buckets are and where they lie."""
+
+        bucket_bytes: int = 64 * 2**20
+        """Bytes per bucket; a larger tensor gets a bucket of its own size."""
+        directory: str = "/dev/shm"
+        """Where buckets lie; when it is missing or full, the run's directory is used, with a warning."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        if config.bucket_bytes < 1:
+            raise ConfigError(
+                f"transport memory: bucket_bytes is {config.bucket_bytes}; it must be at least 1"
+            )
+        self.config = config
+        self.context = context
+
+    def sender(self, trainer: Trainer) -> Any:
+        """The half for a trainer worker."""
+        from miles_plugins.transport.shared_memory import MemorySender
+
+        return MemorySender(
+            trainer,
+            rank=self.context.rank,
+            bucket_bytes=self.config.bucket_bytes,
+            directories=(self.config.directory, str(self.context.directory)),
+        )
+
+    def receiver(self, engine: Engine) -> Any:
+        """The half for an engine worker."""
+        from miles_plugins.transport.shared_memory import MemoryReceiver
+
+        return MemoryReceiver(engine)
+
+    async def publish(
+        self, version: int, *, trainer: Handle, engines: Sequence[Handle]
+    ) -> Receipt:
+        """Move the trainer's weights to every engine as `version`.
+
+        Raises `WeightSyncError` naming the tensors whose digests differ, or the engines that failed. Before the
+        last step, the switch, nothing changes anywhere; an engine that fails to switch keeps its old version.
+        """
+        began = time.perf_counter()
+        if not engines:
+            return Receipt(version=version, digest="", bytes=0, seconds=0.0)
+        try:
+            digest, size = await self._stage(trainer, engines)
+            await _everywhere(engines, "receiver.load", version, digest)
+        except (MilesError, asyncio.CancelledError):
+            await _quietly([trainer.call_all("sender.close")])
+            await _quietly([engine.call_all("receiver.discard") for engine in engines])
+            raise
+        seconds = time.perf_counter() - began
+        return Receipt(version=version, digest=digest, bytes=size, seconds=seconds)
+
+    async def _stage(self, trainer: Handle, engines: Sequence[Handle]) -> tuple[str, int]:
+        """Fill and copy buckets until the stream ends; its digest and size in bytes."""
+        copying: list[asyncio.Task[None]] = []
+        slot, size, first = 0, 0, True
+        try:
+            while True:
+                answers = await trainer.call_all("sender.fill", slot, first)
+                bucket = answers[0]
+                if bucket["notice"]:
+                    _log.warning("%s", bucket["notice"])
+                size += sum(entry["bytes"] for entry in bucket["tensors"])
+                copying.append(
+                    asyncio.create_task(_everywhere(engines, "receiver.stage", bucket, first))
+                )
+                if bucket["digest"]:
+                    await copying.pop(0)
+                    if copying:
+                        await copying.pop(0)
+                    return bucket["digest"], size
+                if len(copying) == 2:  # the next slot to fill must have been copied out
+                    await copying.pop(0)
+                slot, first = 1 - slot, False
+        finally:
+            for task in copying:
+                task.cancel()
+            await asyncio.gather(*copying, return_exceptions=True)
+
+
+async def _everywhere(engines: Sequence[Handle], target: str, *args: Any) -> None:
+    """Call every rank of every engine; all are waited for before the first fault is raised."""
+    answers = await asyncio.gather(
+        *(engine.call_all(target, *args) for engine in engines), return_exceptions=True
+    )
+    faults = [
+        (engine.name, answer)
+        for engine, answer in zip(engines, answers, strict=True)
+        if isinstance(answer, BaseException)
+    ]
+    if not faults:
+        return
+    for _, fault in faults:
+        if not isinstance(fault, MilesError):
+            raise fault
+    said = "; ".join(f"{name}: {fault}" for name, fault in faults)
+    raise WeightSyncError(f"transport memory: {target} failed: {said}") from faults[0][1]
+
+
+async def _quietly(calls: Sequence[Any]) -> None:
+    """Clean up after a fault that is already being raised; a worker that is gone has nothing to clean."""
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            _log.info("while cleaning up after a failed publish: %s", answer)
