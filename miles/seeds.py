@@ -10,5 +10,5 @@ __all__ = ["derive_seed"]
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that is a function of the parts alone (BLAKE2b over their text)."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

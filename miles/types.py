@@ -153,7 +153,7 @@ class Sample:
             _fail(f"{size} tokens, {found}")
         if self.sampled.dtype != np.bool_ or self.trainable.dtype != np.bool_:
             _fail(f"sampled is {self.sampled.dtype} and trainable {self.trainable.dtype}, not bool")
-        if (wrong := self.trainable > self.sampled).any():
+        if self.trainable is not self.sampled and (wrong := self.trainable > self.sampled).any():
             _fail(f"token {int(np.argmax(wrong))} is trainable but was not sampled")
         for name in ("logprobs", "truncated_logprobs"):
             values = getattr(self, name)
@@ -174,18 +174,18 @@ class Sample:
                 _fail(f"span [{span.start}, {span.stop}) is empty, overlaps or leaves the sample")
             if span.version < version:
                 _fail(f"version falls from {version} to {span.version} at token {span.start}")
-            if not self.sampled[span.start : span.stop].all():
+            if np.count_nonzero(self.sampled[span.start : span.stop]) != span.stop - span.start:
                 _fail(f"span [{span.start}, {span.stop}) covers tokens that were not sampled")
             covered += span.stop - span.start
             end, version = span.stop, span.version
-        if covered != int(np.count_nonzero(self.sampled)):
-            _fail(f"spans cover {covered} of {int(np.count_nonzero(self.sampled))} sampled tokens")
+        if covered != (sampled := np.count_nonzero(self.sampled)):
+            _fail(f"spans cover {covered} of {sampled} sampled tokens")
 
     @property
     def oldest(self) -> WeightVersion | None:
         """Oldest version of a trainable token; None when nothing is trainable."""
         for span in self.spans:
-            if self.trainable[span.start : span.stop].any():
+            if np.count_nonzero(self.trainable[span.start : span.stop]):
                 return span.version
         return None
 
