@@ -32,6 +32,7 @@ __all__ = [
     "freeze",
     "frozen_dataclass",
     "hints",
+    "plain",
 ]
 
 
@@ -158,19 +159,20 @@ def fields(config: type) -> tuple[Field, ...]:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
-        return _plain(field.default)
+        return plain(field.default)
     if field.default_factory is not dataclasses.MISSING:
-        return _plain(field.default_factory())
+        return plain(field.default_factory())
     return REQUIRED
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dataclasses become mappings and tuples lists, all the way down."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 
@@ -274,6 +276,8 @@ def _value(hint: Any, value: Any, place: _Place) -> Any:
         and isinstance(value, Mapping)
     ):
         return Frozen({k: _value(args[1], v, place.under(k)) for k, v in value.items()})
+    if hint is str and type(value) is int:
+        return str(value)  # `run.name=7`: Hydra reads a number, and its text is the same
     try:
         return freeze(msgspec.convert(value, hint))
     except msgspec.ValidationError:
