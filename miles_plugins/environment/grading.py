@@ -52,7 +52,7 @@ class Grader:
     ) -> tuple[float, Mapping[str, float]]:
         """The reward of that name. Raises `EpisodeError` when it raises."""
         job = {"reward": reward, "text": text, "answer": task.answer, "options": options}
-        line = json.dumps(job).encode() + b"\n"
+        line = json.dumps(job, default=str).encode() + b"\n"
         answer = await asyncio.get_running_loop().run_in_executor(
             self._threads, partial(self._ask, line)
         )
@@ -134,9 +134,9 @@ def main() -> None:
             seconds
         )  # no handler: the kernel ends this process even inside one long C call
         try:
-            answer = {"value": float(REWARDS[job["reward"]](job["text"], task, **job["options"]))}
-        # noqa: BLE001 - the boundary of a process: raised again in the driver
-        except Exception as error:
+            value = float(REWARDS[job["reward"]](job["text"], task, **job["options"]))
+            answer = {"value": value}
+        except Exception as error:  # noqa: BLE001 - the boundary; the driver raises it again
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.alarm(0)
         print(json.dumps(answer), file=out, flush=True)

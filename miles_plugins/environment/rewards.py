@@ -54,14 +54,12 @@ def regex(text: str, task: Task, pattern: str = "") -> float:
     is the answer. Without a pattern, 1 when the answer, as a pattern, is found. Slow for some
     patterns, hence run with a deadline."""
     compiled = re.compile(pattern or str(task.answer))
-    last = None
-    for last in compiled.finditer(text):
-        pass
-    if last is None:
+    matches = list(compiled.finditer(text))
+    if not matches:
         return 0.0
     if not pattern or not compiled.groups:
         return 1.0
-    return float((last.group(1) or "").strip() == str(task.answer).strip())
+    return float((matches[-1].group(1) or "").strip() == str(task.answer).strip())
 
 
 REWARDS: Mapping[str, Callable[[str, Task], Any]] = {
