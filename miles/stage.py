@@ -224,6 +224,7 @@ class Stage:
             self.buffer.release()
         for result in results:
             data = msgspec.to_builtins(result)
+            data.update(data.pop("metrics", {}))  # logged beside the score, `eval/<set>/<name>`
             if isinstance(result, Skipped):
                 data["skipped"] = data.pop("reason")
             self.shared.tracking.moment("evaluated", {"step": step, **data})
