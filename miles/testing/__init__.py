@@ -1,0 +1,25 @@
+"""What plugin authors test with: fakes, builders of data, and one contract suite per kind.
+
+Nothing here is used by a run, and importing this package imports no torch, hydra or stevedore.
+A plugin's whole contract test is
+
+    @pytest.mark.miles_contract("environment", "reverse")
+    def test_reverse_keeps_the_contract(miles_contract):
+        miles_contract()
+"""
+
+from miles.testing.bigram import FakeEngine, FakeTrainer
+from miles.testing.handle import FakeHandle
+from miles.testing.samples import context, make_group, make_sample
+from miles.testing.tasks import FakeEnvironment, FakeTito
+
+__all__ = [
+    "FakeEngine",
+    "FakeEnvironment",
+    "FakeHandle",
+    "FakeTito",
+    "FakeTrainer",
+    "context",
+    "make_group",
+    "make_sample",
+]
