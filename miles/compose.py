@@ -295,7 +295,13 @@ def _reading(what: str) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{what}: {error}") from error
+        found = ConfigError(f"{what}: {error}")
+        if "override /" in str(error) or "Could not override" in str(error):
+            found.add_note(
+                "an experiment chooses in its body, `KIND: NAME`, or begins with "
+                "`# @package _global_` to use Hydra's `override /KIND: NAME`"
+            )
+        raise found from error
 
 
 def _files_below(source: Any, group: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from miles.plugins import Registry
 from miles.protocols import KINDS, Spec
 from miles.settings import Settings
 
-__all__ = ["Plan", "Stage", "compose"]
+__all__ = ["Plan", "Stage", "compose", "once"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def compose(
         stages += [stage] if stage else []
     return Plan(
         stages=tuple(stages),
-        faults=_once(faults, [*drafts]),
+        faults=once(faults, [*drafts]),
         overrides=tuple(overrides),
         registry=registry,
     )
@@ -105,14 +105,14 @@ def _parsed(overrides: Sequence[str], faults: list[str]) -> list[Assignment]:
     return given
 
 
-def _once(faults: Sequence[str], stages: Sequence[str]) -> tuple[str, ...]:
-    """Faults without repeats; what is wrong in every stage is said once, without a stage."""
+def once(lines: Sequence[str], stages: Sequence[str]) -> tuple[str, ...]:
+    """Lines without repeats; what is said of every one of several stages is said once, bare."""
     heads = [f"stage {name}: " for name in stages]
-    bare = [next((f.removeprefix(h) for h in heads if f.startswith(h)), f) for f in faults]
+    bare = [next((f.removeprefix(h) for h in heads if f.startswith(h)), f) for f in lines]
     return tuple(
         dict.fromkeys(
-            b if len(heads) > 1 and all(h + b in faults for h in heads) else f
-            for f, b in zip(faults, bare, strict=True)
+            b if len(heads) > 1 and all(h + b in lines for h in heads) else f
+            for f, b in zip(lines, bare, strict=True)
         )
     )
 

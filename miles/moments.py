@@ -34,7 +34,8 @@ class Moments:
 
     def check(self, config: Mapping[str, Any]) -> list[str]:
         """Every fault that plugins find in a resolved stage."""
-        return [fault for answer in self.call("miles_check", config=config) for fault in answer]
+        answers = self.call("miles_check", config=config) or ()
+        return [f for a in answers for f in ([a] if isinstance(a, str) else a)]
 
     def run_started(self, directory: str, config: Mapping[str, Any]) -> None:
         """The run directory exists and nothing has started yet."""

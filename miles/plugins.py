@@ -144,7 +144,7 @@ class Registry:
         if faults := conformance.component_faults(spec.kind, built):
             raise ContractError(
                 f"{self.entry(spec.kind, spec.name)} was built as {type(built).__qualname__}, "
-                f"which is not a {spec.kind}: {'; '.join(faults)}"
+                f"which does not keep the contract of its kind: {'; '.join(faults)}"
             )
         return built
 
@@ -287,7 +287,15 @@ def _default_factories(registry: Registry) -> ModuleType:
 
     def factory_of(kind: str) -> Callable[..., Any]:
         def factory(name: str, config: Any, context: Any) -> Any:
-            return registry.component(kind, name)(config, context)
+            component = registry.component(kind, name)
+            try:
+                return component(config, context)
+            except MilesError:
+                raise
+            except Exception as error:  # a constructor is other people's code: name whose
+                raise PluginError(
+                    f"{registry.entry(kind, name)} cannot be built: {type(error).__name__}: {error}"
+                ) from error
 
         return hookspecs.hookimpl(trylast=True)(factory)
 

@@ -1,0 +1,319 @@
+"""Everything that can be refused before a GPU is taken, all of it at once.
+
+Builds the components that are plain data in the driver, in a temporary folder; starts no process,
+imports no torch, and loads no weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from miles import conformance, schema
+from miles.config import Plan, Stage, once
+from miles.errors import MilesError
+from miles.plugins import Registry
+from miles.protocols import KINDS, Context, Spec
+from miles.settings import Settings
+
+__all__ = ["Planned", "Report", "check"]
+
+BUILT = ("model", "precision", "tito", "environment", "selector", "algorithm", "evaluator")
+"""Kinds whose components are built here, in dependency order. The others own processes or files."""
+
+_FROM = {
+    "tito": "model",
+    "environment": "tito",
+    "selector": "environment",
+    "evaluator": "environment",
+}
+"""What a kind is built from: without it, building would only fail again for the same reason."""
+
+_PROMPTS = 32
+"""Prompts rendered to see whether they fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was found."""
+
+    faults: tuple[str, ...]
+    """Any of these, and the run would fail or lie."""
+    warnings: tuple[str, ...]
+    """Probably not what was meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a component's `check` is shown of its stage."""
+
+    stage: str
+    """Name of the stage."""
+    settings: Settings
+    """The loop's keys."""
+    specs: Mapping[str, Spec | tuple[Spec, ...] | None]
+    """Every chosen component by kind."""
+    built: Mapping[str, Any] = field(default_factory=dict)
+    """Components of the kinds in `BUILT` that could be built."""
+
+
+def check(plan: Plan) -> Report:
+    """Faults of a plan: those of composing it, of plugins, of every component, and of every
+    combination that cannot work. Components may add theirs with
+    `@classmethod check(cls, config, planned: Planned) -> Sequence[str]`, plugins with
+    `miles_check`."""
+    registry = plan.registry
+    faults = [*(error.detail for error in registry.broken.values()), *plan.faults]
+    offered, found = _offered(registry)
+    faults += found
+    for stage in plan.stages:
+        head = f"stage {stage.name}: " if len(plan.stages) > 1 else ""
+        faults += [head + fault for fault in _stage(stage, registry, offered)]
+    faults += _between(plan.stages)
+    names = [stage.name for stage in plan.stages]
+    return Report(faults=once(faults, names), warnings=_evaluations(plan.stages, registry))
+
+
+def _told(look: Callable[[], Sequence[str]]) -> list[str]:
+    """What a look found; an error that miles raises is a finding as well."""
+    try:
+        return list(look())
+    except MilesError as error:
+        return [error.detail]
+
+
+def _stage(stage: Stage, registry: Registry, offered: Mapping[str, Any]) -> list[str]:
+    faults = list(setting_faults(stage.settings))
+    resume = stage.settings.resume
+    if resume and not Path(resume).expanduser().exists():
+        faults.append(f"resume: {resume} does not exist")
+    with tempfile.TemporaryDirectory(prefix="miles-check-") as folder:
+        context = Context(
+            directory=Path(folder),
+            seed=stage.settings.seed,
+            settings=stage.settings,
+            **offered,
+        )
+        built, found = _build(stage, registry, context)
+        faults += found
+        planned = Planned(stage=stage.name, settings=stage.settings, specs=stage.specs, built=built)
+        faults += _own_checks(planned, registry)
+        for look in (_tasks, _vocabulary):
+            faults += _told(partial(look, planned, registry))
+    faults += _told(partial(registry.hook.check, stage.resolved))
+    return faults
+
+
+# ---------------------------------------------------------------- the loop's keys
+
+
+_AT_LEAST: Mapping[str, float] = {
+    "steps": 0,
+    "groups_per_step": 1,
+    "samples_per_group": 1,
+    "max_lag": 0,
+    "oversample": 0,
+    "capacity_factor": 1,
+    "publish_every": 1,
+    "checkpoint_every": 0,
+    "keep_checkpoints": 0,
+    "eval_every": 0,
+    "max_turns": 1,
+    "top_k": 0,
+    "max_new_tokens": 1,
+}
+_POSITIVE = ("starved_after_s", "worker_timeout_s", "episode_timeout_s", "temperature", "top_p")
+
+
+def setting_faults(settings: Settings) -> Iterator[str]:
+    """Values, and combinations of values, with which the loop cannot run."""
+    for name, least in _AT_LEAST.items():
+        if getattr(settings, name) < least:
+            yield f"{name}: {getattr(settings, name)} is less than {least:g}"
+    for name in _POSITIVE:
+        if not getattr(settings, name) > 0:
+            why = "; 0 is greedy, which has no log-probs to train on"
+            yield (
+                f"{name}: {getattr(settings, name)} is not above 0"
+                f"{why if name == 'temperature' else ''}"
+            )
+    if settings.top_p > 1:
+        yield f"top_p: {settings.top_p} is above 1"
+    if settings.concurrency < settings.samples_per_group:
+        yield (
+            f"concurrency ({settings.concurrency}) is less than samples_per_group "
+            f"({settings.samples_per_group}): no group could start"
+        )
+    if settings.publish_every > settings.max_lag + 1:
+        yield (
+            f"publish_every ({settings.publish_every}) is more than max_lag + 1 "
+            f"({settings.max_lag + 1}): the trainer would wait for ever for fresh groups"
+        )
+    if settings.max_lag and settings.placement == "colocated":
+        yield (
+            f"max_lag ({settings.max_lag}) and placement=colocated: engines that sleep while the "
+            "trainer works cannot sample ahead; use max_lag=0 or placement=split"
+        )
+
+
+# ---------------------------------------------------------------- components
+
+
+def _offered(registry: Registry) -> tuple[dict[str, Any], list[str]]:
+    """Rewards and filters of all plugins, as a context takes them."""
+    offered: dict[str, Any] = {}
+    faults = []
+    for name, read in (("rewards", registry.rewards), ("filters", registry.filters)):
+        try:
+            offered[name] = read()
+        except MilesError as error:
+            faults.append(error.detail)
+    return offered, faults
+
+
+def _build(stage: Stage, registry: Registry, context: Context) -> tuple[dict[str, Any], list[str]]:
+    built: dict[str, Any] = {}
+    faults: list[str] = []
+    for kind in BUILT:
+        spec = stage.specs[kind]
+        if not isinstance(spec, Spec) or _FROM.get(kind, kind) not in {*built, kind}:
+            continue
+        try:
+            built[kind] = registry.build(spec, context)
+            if kind == "model":
+                built[kind].hf_config()
+        except MilesError as error:
+            faults.append(error.detail)
+            built.pop(kind, None)
+            continue
+        if kind in ("model", "precision", "tito", "environment"):
+            context = replace(context, **{kind: built[kind]})
+    return built, faults
+
+
+def _specs(planned: Planned) -> Iterator[Spec]:
+    for kind in KINDS:
+        chosen = planned.specs[kind]
+        yield from chosen if isinstance(chosen, tuple) else [chosen] if chosen else []
+
+
+def _own_checks(planned: Planned, registry: Registry) -> list[str]:
+    faults = []
+    for spec in _specs(planned):
+        component = registry.component(spec.kind, spec.name)
+        if spec.kind not in BUILT:
+            lacks = conformance.component_faults(spec.kind, component)
+            if lacks:
+                faults.append(f"{registry.entry(spec.kind, spec.name)}: {'; '.join(lacks)}")
+        look = getattr(component, "check", None)
+        if look is not None:
+            config = schema.build(component.Config, spec.config, owner=spec.name)
+            found = _told(partial(look, config, planned))
+            faults += [f"{spec.kind} {spec.name!r}: {fault}" for fault in found]
+    return faults
+
+
+def _samples(registry: Registry, stage: Planned | Stage) -> bool:
+    spec = stage.specs["engine"]
+    if not isinstance(spec, Spec):
+        return True
+    return bool(getattr(registry.component("engine", spec.name), "samples", True))
+
+
+def _tasks(planned: Planned, registry: Registry) -> list[str]:
+    """Whether there are tasks, whether they fit the context, and have what is demonstrated."""
+    environment, tito = planned.built.get("environment"), planned.built.get("tito")
+    spec = planned.specs["environment"]
+    if environment is None or tito is None or not isinstance(spec, Spec):
+        return []
+    name = f"environment {spec.name!r}"
+    tasks = environment.tasks("train")
+    if planned.settings.steps and not len(tasks):
+        return [f"{name}: there are no training tasks"]
+    faults = []
+    first = [tasks[i] for i in range(min(len(tasks), _PROMPTS))]
+    engine = planned.specs["engine"]
+    if not _samples(registry, planned) and isinstance(engine, Spec):
+        bare = next((t.id for t in first if t.solution is None), None)
+        if bare is not None:
+            faults.append(
+                f"{name}: task {bare!r} has no solution, which engine {engine.name!r} would replay"
+            )
+    return faults + _lengths(planned, name, first)
+
+
+def _lengths(planned: Planned, name: str, tasks: Sequence[Any]) -> list[str]:
+    model, tito = planned.built.get("model"), planned.built["tito"]
+    limit = model.hf_config().get("max_position_embeddings") if model is not None else None
+    if limit is None:
+        return []
+    longest, task = 0, None
+    for one in tasks:
+        prompt = one.prompt
+        size = len(tito.encode(prompt) if isinstance(prompt, str) else tito.render(prompt))
+        if size > longest:
+            longest, task = size, one
+    room = planned.settings.max_new_tokens
+    if task is None or longest + room <= limit:
+        return []
+    return [
+        f"{name}: the prompt of task {task.id!r} has {longest} tokens, which with max_new_tokens "
+        f"({room}) do not fit the model's context of {limit}"
+    ]
+
+
+def _vocabulary(planned: Planned, registry: Registry) -> list[str]:
+    """Whether the handler's ids and text are the checkpoint's."""
+    model, tito = planned.built.get("model"), planned.built.get("tito")
+    chosen, spec = planned.specs["tito"], planned.specs["model"]
+    if model is None or tito is None or not isinstance(chosen, Spec) or not isinstance(spec, Spec):
+        return []
+    rows = model.hf_config().get("vocab_size")
+    if rows is not None and tito.vocab_size > rows:
+        return [
+            f"tito {chosen.name!r} has ids up to {tito.vocab_size - 1}, but the embedding of model "
+            f"{spec.name!r} has {rows} rows"
+        ]
+    directory = model.directory()
+    file = directory / "tokenizer.json" if directory is not None else None
+    if file is None or not file.is_file():
+        return []
+    from tokenizers import Tokenizer  # comes with transformers; needs no torch
+
+    text = "Two and two: 2+2=4.\n\tÜber 100 %?"
+    theirs = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    ours = [int(i) for i in tito.encode(text)]
+    if ours != theirs:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        return [
+            f"tito {chosen.name!r} does not match the checkpoint {directory}: of {text!r}, token "
+            f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} by its tokenizer.json; "
+            f"model {spec.name!r} names {model.tito!r}"
+        ]
+    return []
+
+
+# ---------------------------------------------------------------- between stages
+
+
+def _between(stages: Sequence[Stage]) -> list[str]:
+    faults = []
+    for stage in stages[1:]:
+        for kind in ("model", "runtime", "tracker"):
+            if stage.specs[kind] != stages[0].specs[kind]:
+                faults.append(
+                    f"stage {stage.name}: {kind} differs from that of stage {stages[0].name}, but "
+                    "one run has one for all its stages"
+                )
+    return faults
+
+
+def _evaluations(stages: Sequence[Stage], registry: Registry) -> tuple[str, ...]:
+    wanted = [s for s in stages if s.specs["evaluator"] is not None]
+    if not wanted or any(_samples(registry, s) for s in stages):
+        return ()
+    return ("evaluator: no stage has an engine that samples, so every evaluation will be skipped",)
