@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -93,7 +94,7 @@ class Tensorboard:
 
 
 def _finite(value: Any) -> bool:
-    return not isinstance(value, (str, bool)) and value is not None and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _block(config: Any) -> str:
