@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from miles import Array, ConfigError, Context, EpisodeError, Message, TokenMismatch
+from miles_plugins.tito.bytes import Bytes
 
 _FILES = (
     "tokenizer.json",
@@ -57,6 +58,13 @@ class Generic:
 
     stop_ids: tuple[int, ...]
     vocab_size: int
+    recognizes_markup = True  # the contract suite asks others that markup in a text stays text
+
+    @classmethod
+    def example_config(cls, directory: Path) -> Mapping[str, Any]:
+        """For the contract suite: a tokenizer of bytes with the ChatML template."""
+        Bytes(Bytes.Config(), Context(directory=directory)).save(directory)
+        return {"path": str(directory)}
 
     def __init__(self, config: Config, context: Context) -> None:
         self._arguments = dict(config.arguments)
