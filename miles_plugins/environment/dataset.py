@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,14 @@ class Dataset:
         """Seconds one reward may take."""
         reward_processes: int = 1
         """Processes that compute slow rewards (`math`, `regex`); threads for a plugin's."""
+
+    @classmethod
+    def example_config(cls, directory: Path) -> Mapping[str, Any]:
+        """For the contract suite: 40 sums in a file."""
+        rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(40)]
+        path = directory / "sums.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return {"path": str(path), "solution": "answer", "heldout_fraction": 0.2}
 
     def __init__(self, config: Config, context: Context) -> None:
         _check(config, context.rewards)
