@@ -1,0 +1,61 @@
+"""A sweep: every combination of overrides as a run of its own, one after the other.
+
+Each job is a fresh `miles run` process in its own directory; nothing is shared between them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from miles.compose import expand, parse, quoted
+
+__all__ = ["sweep"]
+
+
+def sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> int:
+    """Run every job and print a summary; 1 when any failed, 130 when interrupted.
+
+    Values are swept as in Hydra: `a=1,2`, `a=range(0,4)`, `a=choice(x,y)`. A path is swept only
+    with `choice`, because it may hold commas. Raises `ConfigError` for an override that cannot be
+    read.
+    """
+    jobs = expand([quoted(text) for text in overrides])
+    given = next((o for o in reversed(overrides) if o.startswith("run.name=")), "")
+    stem = str(parse(quoted(given)).value) if given else time.strftime("sweep-%Y%m%d-%H%M%S")
+    options = [word for folder in folders for word in ("--config-dir", folder)]
+    outcomes: list[tuple[str, str, int, float]] = []
+    for number, job in enumerate(jobs):
+        name = f"{stem}-{number}"
+        swept = " ".join(o for o in job if any(o not in other for other in jobs))
+        print(f"miles: job {number + 1} of {len(jobs)}: {swept or 'one run'}", flush=True)
+        words = [o for o in job if not o.startswith("run.name=")]
+        began = time.monotonic()
+        try:
+            code = subprocess.run(
+                [sys.executable, "-m", "miles", "run", *options, *words, f"run.name={name}"],
+                check=False,
+            ).returncode
+        except KeyboardInterrupt:
+            code = 130
+        outcomes.append((name, swept, code, time.monotonic() - began))
+        if code == 130:
+            break
+    _summary(outcomes, len(jobs))
+    if any(code == 130 for _, _, code, _ in outcomes):
+        return 130
+    return 1 if any(code for _, _, code, _ in outcomes) else 0
+
+
+def _summary(outcomes: Sequence[tuple[str, str, int, float]], jobs: int) -> None:
+    table = Table("run", "overrides", "exit", "seconds", box=None, pad_edge=False)
+    for name, swept, code, seconds in outcomes:
+        table.add_row(name, swept, str(code), f"{seconds:.1f}")
+    Console(highlight=False, soft_wrap=True).print(table, markup=False)
+    if len(outcomes) < jobs:
+        print(f"{jobs - len(outcomes)} jobs were not started")
