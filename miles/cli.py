@@ -252,7 +252,7 @@ def _check_plugins(args: argparse.Namespace) -> int:
 def _new(args: argparse.Namespace) -> int:
     from miles.scaffold import write
 
-    print(write(args.name, args.into))
+    print(write(args.name, args.into, taken=args.registry.names("environment")))
     return 0
 
 
