@@ -57,7 +57,7 @@ class Tracking:
                 tracker.close()
             else:
                 tracker.moment(name, data)
-        except Exception:
+        except Exception:  # a tracker is other people's code; the run goes on without it
             log.exception("tracker %s failed at %s and is told nothing more", key, name)
             del self._trackers[key]
 
