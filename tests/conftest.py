@@ -1,4 +1,5 @@
-"""What every test shares: one thread, no network, and the slow tests only when they are asked for."""
+"""What every test shares: one thread, no network, and the slow tests only when they are asked
+for."""
 
 from __future__ import annotations
 
