@@ -49,7 +49,7 @@ class FakeHandle:
             if inspect.isawaitable(answer):
                 answer = await answer
             return decode(encode(answer))
-        except Exception as error:  # a worker's boundary: what it raises crosses as plain values
+        except Exception as error:
             raise error_from_wire(error_to_wire(error), self.name) from error
 
     def _method(self, target: str, rank: int) -> Any:

@@ -135,7 +135,7 @@ def check_render(case: Case) -> None:
         expect(np.array_equal(ids, again), f"render differs from time to time for {conversation}")
     opened, more = handler.render(_messages("hello")), handler.render(_messages("hello there"))
     expect(int(opened[-1]) not in handler.stop_ids, "render ends in a stop id: no turn is open")
-    expect(_common(opened[::-1], more[::-1]) > 0, "render does not end in what opens a turn")
+    expect(_shared(opened[::-1], more[::-1]) > 0, "render does not end in what opens a turn")
 
 
 def check_extend_appends(case: Case) -> None:
@@ -219,7 +219,7 @@ def check_saved_tokenizer(case: Case) -> None:
             conversation, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         ours = handler.render(conversation).tolist()
-        at = _common(theirs, ours)
+        at = _shared(theirs, ours)
         expect(
             theirs == ours,
             f"prompts differ at token {at}: transformers has {tokenizer.decode(theirs[at:])!r}, "
@@ -247,7 +247,7 @@ def _special(handler: Any) -> set[int]:
     return {int(i) for i in prompt if i not in spelled} | {int(i) for i in handler.stop_ids}
 
 
-def _common(one: Sequence[int], two: Sequence[int]) -> int:
+def _shared(one: Sequence[int], two: Sequence[int]) -> int:
     """Length of the common beginning."""
     for index, (a, b) in enumerate(zip(one, two, strict=False)):
         if a != b:
