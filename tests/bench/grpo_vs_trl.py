@@ -134,7 +134,7 @@ def run_trl(
 def miles_overrides(scratch: Path, model: Path, data: Path, steps: int, name: str) -> list[str]:
     """The same work in miles' words."""
     return [
-        "experiment=null",
+        "experiment=grpo",
         f"plugins=[{HERE / 'endless.py'},{HERE / 'clock.py'}]",
         f"run.dir={scratch}",
         f"run.name={name}",
@@ -145,9 +145,12 @@ def miles_overrides(scratch: Path, model: Path, data: Path, steps: int, name: st
         f"max_new_tokens={WORK['new_tokens']}",
         "environment=dataset",
         f"environment.path={data}",
+        "environment.answer=",
+        "environment.chat=false",
         "environment.reward=evenness",
-        "selector.admit=[none]",
+        "selector.admit=[]",
         "tito=endless",
+        "model.init=load",
         f"model.path={model}",
         "precision=fp32",
         "algorithm=grpo",

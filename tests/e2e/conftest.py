@@ -26,7 +26,7 @@ TINY = (
     "stages.sft.groups_per_step=8",
     "stages.grpo.groups_per_step=4",
     "stages.grpo.samples_per_group=4",
-    "evaluator.samples=8",
+    "evaluator.tasks=8",
     "tracker=[jsonl]",
 )
 """The default run, made short."""

@@ -39,7 +39,7 @@ def rl(miles, tmp_path):
     """Run GRPO alone, three small steps, in this process."""
 
     def start(*overrides):
-        where = (f"run.dir={tmp_path}", "run.name=run", "experiment=null")
+        where = (f"run.dir={tmp_path}", "run.name=run", "experiment=grpo")
         return miles(
             "run", *where, "steps=3", *SMALL, "evaluator=null", "tracker=[jsonl]", *overrides
         )

@@ -79,7 +79,7 @@ def test_new_plugin_passes_its_own_tests(elsewhere, installed):
 
 
 def test_new_plugin_is_chosen_on_the_command_line(elsewhere, installed):
-    checked = _run(elsewhere, "miles.cli", "check", "experiment=null", "environment=shiny")
+    checked = _run(elsewhere, "miles.cli", "check", "experiment=grpo", "environment=shiny")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -89,7 +89,7 @@ def test_new_plugin_trains(elsewhere, installed, tmp_path):
         elsewhere,
         "miles.cli",
         "run",
-        "experiment=null",
+        "experiment=grpo",
         "environment=shiny",
         "steps=2",
         "groups_per_step=2",
