@@ -130,9 +130,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         task = Task(id="", prompt="", answer=job["answer"])
-        signal.alarm(
-            seconds
-        )  # no handler: the kernel ends this process even inside one long C call
+        # no handler: the kernel ends this process even inside one long C call
+        signal.alarm(seconds)
         try:
             value = float(REWARDS[job["reward"]](job["text"], task, **job["options"]))
             answer = {"value": value}

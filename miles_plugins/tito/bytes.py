@@ -74,11 +74,11 @@ class Bytes:
 
     def decode(self, tokens: Array) -> str:
         """Text of ids, special tokens by name, invalid bytes as U+FFFD."""
-        if len(tokens) == 0:
-            return ""
-        if tokens.max() < END_OF_TEXT:
-            return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
-        return b"".join(_bytes_of(tokens.tolist())).decode("utf-8", "replace")
+        ids = tokens.tolist()
+        try:
+            return bytes(ids).decode("utf-8", "replace")
+        except ValueError:  # an id that is no byte
+            return b"".join(_bytes_of(ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> Array:
         """(tokens,) int32 of the conversation so far, the assistant's turn open. Raises
