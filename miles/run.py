@@ -21,6 +21,7 @@ from miles.directory import Directory, differences, recorded
 from miles.errors import ConfigError, MilesError, RunError
 from miles.ledger import Ledger
 from miles.protocols import Context
+from miles.schema import plain
 from miles.stage import Shared, Stage
 from miles.tracking import Tracking
 
@@ -46,7 +47,7 @@ def execute(plan: Any, registry: Any) -> int:
     settings = plan.stages[0].settings
     config = {
         "overrides": [o for o in plan.overrides if not o.startswith("resume=")],
-        "stages": {stage.name: stage.resolved for stage in plan.stages},
+        "stages": {stage.name: plain(stage.resolved) for stage in plan.stages},
     }
     state: Mapping[str, Any] = {}
     chosen = None

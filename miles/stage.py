@@ -32,6 +32,7 @@ from miles.types import Batch, Drop, Group, Receipt, Sampling, Skipped, Task, Up
 
 __all__ = ["Shared", "Stage"]
 
+_HOPELESS = 20  # steps' worth of groups that fail in a row before the run gives up
 _SAMPLE_EVERY = 25  # steps between texts kept for people to read
 
 
@@ -75,7 +76,8 @@ class Stage:
         self.sampler: Any = None  # engine that evaluates; the rollout engine, if that samples
         self.sampler_max_len: int | None = None
         self.max_len: int | None = None
-        self.bad_rewards = 0
+        self.failures = 0  # groups that failed since the last one that did not
+        self.bad_rewards = 0  # of those, for their reward
         self.interrupted = False
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens,
@@ -155,23 +157,29 @@ class Stage:
         )
 
     def judge(self, group: Group) -> Drop | None:
-        """A failure, a reward that is no number, or what the selector says. Raises `RunError` when
-        every reward of a whole step's worth of groups was bad: they never train as zero."""
+        """A failure, a reward that is no number, or what the selector says.
+
+        Raises `RunError` when every reward of a whole step's worth of groups was bad (they never
+        train as zero), and when many steps' worth failed in a row for whatever reason.
+        """
         self.selector.observe(group)
         drop = group.failure
         if drop is None and not all(math.isfinite(t.reward) for t in group.trajectories):
             bad = next(t for t in group.trajectories if not math.isfinite(t.reward))
             drop = Drop(reason=BadReward.reason, detail=f"{bad.id}: reward is {bad.reward}")
         if drop is None:
-            self.bad_rewards = 0
+            self.failures = self.bad_rewards = 0
             return self.selector.admit(group)  # type: ignore[no-any-return]
-        if drop.reason == BadReward.reason:
-            self.bad_rewards += 1
-            if self.bad_rewards >= self.settings.groups_per_step:
-                raise RunError(
-                    f"environment {self.environment_name!r}: no usable reward in the last "
-                    f"{self.bad_rewards} groups (task {group.task.id!r}: {drop.detail})"
-                )
+        self.failures += 1
+        self.bad_rewards += drop.reason == BadReward.reason
+        patience = self.settings.groups_per_step
+        bad_only = self.bad_rewards == self.failures >= patience
+        if bad_only or self.failures >= _HOPELESS * patience:
+            what = "gave no usable reward" if bad_only else "failed"
+            raise RunError(
+                f"environment {self.environment_name!r}: all of the last {self.failures} groups "
+                f"{what}; the last, task {group.task.id!r}: {drop.reason}: {drop.detail}"
+            )
         return drop
 
     async def prepare(self, groups: Sequence[Group]) -> Batch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ def _encode_array(value: Any) -> Any:
         return msgspec.msgpack.Ext(_ARRAY, struct.pack("<H", len(head)) + head + value.tobytes())
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, Mapping):  # a frozen one
+        return dict(value)
     raise TypeError(f"wire: a {type(value).__name__} cannot cross a process")
 
 
@@ -116,7 +118,7 @@ def _wrap(value: Any) -> Any:
         return msgspec.msgpack.Ext(code, _encoder.encode(value))
     if isinstance(value, list | tuple):
         return [_wrap(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _wrap(item) for key, item in value.items()}
     return value
 
