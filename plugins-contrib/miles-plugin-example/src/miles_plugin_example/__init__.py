@@ -1,0 +1,1 @@
+"""An example plugin for miles: an environment (`environment`) and an observer (`plugin`)."""
