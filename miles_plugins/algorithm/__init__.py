@@ -1,0 +1,1 @@
+"""Built-in algorithms, one file a name: numpy over groups, no torch."""

@@ -1,0 +1,176 @@
+"""Group-relative policy optimisation: attempts at one task are compared with each other.
+
+It computes advantages and attaches them to loss terms; the terms' formulas are in
+`miles.learn.losses`, and nothing here touches a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from miles import Array, Batch, ConfigError, Context, Group, SampleError, Term, Tokens, flatten
+from miles_plugins.algorithm.weighting import Aggregation, samples_of, token_weights
+
+__all__ = ["Grpo"]
+
+SMALL = 1e-6
+"""Added to a group's standard deviation before dividing by it."""
+
+
+class Grpo:
+    """GRPO: advantages within a group, a clipped policy-gradient term, optional KL and entropy
+    terms.
+
+    A trajectory's advantage is its reward minus the mean of its group, divided (`group`) by the
+    group's population standard deviation, or not (`mean`). All samples and all trainable tokens of
+    a trajectory share it.
+
+    The policy ratio compares full distributions at the sampling temperature on both sides, also
+    when sampling was cut by top-p or top-k. The log-prob under the cut distribution is larger by
+    -log(kept mass); dividing a full new probability by a cut old one would make ratios
+    systematically below 1 on fresh samples, and the exact correction needs the set of kept tokens
+    at every position, which is not recorded. With full against full the ratio is 1 on fresh
+    samples; what remains of the cut is that tokens are drawn from it.
+    """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        """What the step maximises."""
+
+        advantage: Literal["group", "mean"] = "group"
+        """Divide by the group's standard deviation, or only subtract its mean."""
+        clip_low: float = 0.2
+        """The ratio counts down to 1 - clip_low."""
+        clip_high: float = 0.2
+        """The ratio counts up to 1 + clip_high; larger than clip_low is "clip-higher"."""
+        dual_clip: float = 0.0
+        """Bound on the loss of a bad token, as a multiple of its advantage, above 1; 0 leaves it
+        out."""
+        old_logprobs: Literal["rollout", "current"] = "rollout"
+        """Denominator of the ratio: what the engine reported, or a pass of the trainer before the
+        step."""
+        kl: float = 0.0
+        """Weight of the KL term towards the weights that the stage began with; 0 leaves it out."""
+        kl_kind: Literal["k1", "k2", "k3"] = "k3"
+        """Which estimate of the KL divergence is the loss."""
+        entropy: float = 0.0
+        """Weight of the entropy bonus; 0 leaves it out."""
+        aggregation: Aggregation = "token_mean"
+        """How tokens are averaged: over all tokens, first within each trajectory, or by a fixed
+        length."""
+        fixed_length: int = 0
+        """Tokens that `fixed_length` divides by; 0 takes the longest completion allowed,
+        `max_new_tokens`."""
+
+    def __init__(self, config: Config, context: Context) -> None:
+        self.config = config
+        self._length = config.fixed_length or context.settings.max_new_tokens
+        faults = [
+            text
+            for wrong, text in (
+                (not 0 <= config.clip_low <= 1, f"clip_low is {config.clip_low}; 0 to 1"),
+                (config.clip_high < 0, f"clip_high is {config.clip_high}; at least 0"),
+                (
+                    config.dual_clip != 0 and config.dual_clip <= 1,
+                    f"dual_clip is {config.dual_clip}; above 1, or 0 for none",
+                ),
+                (config.kl < 0, f"kl is {config.kl}; at least 0"),
+                (config.fixed_length < 0, f"fixed_length is {config.fixed_length}; at least 0"),
+            )
+            if wrong
+        ]
+        if faults:
+            raise ConfigError(f"algorithm grpo: {'; '.join(faults)}")
+
+    def needs(self) -> tuple[str, ...]:
+        """`current` when the ratio asks for it, `reference` when there is a KL term."""
+        current = self.config.old_logprobs == "current"
+        return (*(("current",) if current else ()), *(("reference",) if self.config.kl else ()))
+
+    def terms(self) -> Mapping[str, str]:
+        """The loss terms this configuration uses."""
+        terms = {"policy": "miles.learn.losses:policy_gradient"}
+        if self.config.kl:
+            terms["kl"] = f"miles.learn.losses:kl_{self.config.kl_kind}"
+        if self.config.entropy:
+            terms["entropy"] = "miles.learn.losses:entropy_bonus"
+        return terms
+
+    def prepare(self, groups: Sequence[Group], passes: Mapping[str, Array]) -> Batch:
+        """Advantages and terms. Raises `SampleError` when log-probs that the ratio needs are not
+        there."""
+        samples, owners = samples_of(groups)
+        tokens = flatten(samples)
+        advantages = self.advantages(groups)  # (N,) float64
+        owners_T = np.repeat(owners, tokens.lengths)
+        config = self.config
+        weights = token_weights(
+            tokens.trainable, owners_T, len(advantages), config.aggregation, self._length
+        )
+        functions = self.terms()
+        terms = [
+            Term(
+                name="policy",
+                function=functions["policy"],
+                weights=weights,
+                inputs={
+                    "advantage": advantages[owners_T].astype(np.float32),
+                    "old_logprobs": self._old(tokens, passes),
+                },
+                options={
+                    "clip_low": config.clip_low,
+                    "clip_high": config.clip_high,
+                    "dual_clip": config.dual_clip,
+                },
+            )
+        ]
+        if config.kl:
+            terms.append(
+                Term(
+                    name="kl",
+                    function=functions["kl"],
+                    weights=weights * np.float32(config.kl),
+                    inputs={"reference_logprobs": passes["reference"]},
+                )
+            )
+        if config.entropy:
+            terms.append(
+                Term(
+                    name="entropy",
+                    function=functions["entropy"],
+                    weights=weights * np.float32(config.entropy),
+                )
+            )
+        metrics = {"advantage/std": float(advantages.std())}
+        return Batch(tokens=tokens, terms=tuple(terms), metrics=metrics)
+
+    def advantages(self, groups: Sequence[Group]) -> Array:
+        """(trajectories,) float64, in order: (r - mean) / (std + 1e-6), or r - mean. Attempts that
+        all earned the same get exactly 0."""
+        sizes = np.array([len(g.trajectories) for g in groups])
+        rewards = np.array([t.reward for g in groups for t in g.trajectories], np.float64)
+        of = np.repeat(np.arange(len(groups)), sizes)
+        centred = rewards - (np.bincount(of, weights=rewards) / sizes)[of]
+        # A mean of equal numbers can miss them by a rounding, which dividing by the deviation would
+        # blow up.
+        starts = np.cumsum(sizes) - sizes
+        low, high = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
+        centred[(low == high)[of]] = 0.0
+        if self.config.advantage == "mean":
+            return centred
+        deviation = np.sqrt(np.bincount(of, weights=centred**2) / sizes)
+        scaled: Array = centred / (deviation + SMALL)[of]
+        return scaled
+
+    def _old(self, tokens: Tokens, passes: Mapping[str, Array]) -> Array:
+        if self.config.old_logprobs == "current":
+            return passes["current"]
+        if tokens.logprobs is None:
+            error = SampleError("algorithm grpo: samples carry no rollout log-probs")
+            error.add_note("a demonstration was not sampled; use algorithm=sft with its engine")
+            raise error
+        return tokens.logprobs

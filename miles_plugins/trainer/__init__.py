@@ -1,0 +1,1 @@
+"""Built-in trainers, one package a name."""

@@ -1,0 +1,111 @@
+"""The model as the trainer calls it: packed tokens in, log-probs of chosen tokens out.
+
+Built from a registration's `build` function; it updates nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles import ConfigError, PluginLoadError, derive_seed
+from miles.learn.layers import quicken
+from miles.learn.logprobs import token_logprobs
+from miles.learn.packing import ATTENTION, Layout, register_attention
+
+__all__ = ["Policy", "build", "resolve"]
+
+
+class Policy(nn.Module):
+    """A causal language model with its output head folded into the log-prob computation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        head = model.get_output_embeddings()
+        config = model.config
+        for what, there in (
+            ("a bias on its output head", getattr(head, "bias", None) is not None),
+            ("soft-capped logits", getattr(config, "final_logit_softcapping", None) is not None),
+            ("scaled logits", getattr(config, "logit_scale", None) is not None),
+        ):
+            if there:
+                raise ConfigError(
+                    f"trainer fsdp: {type(model).__name__} has {what}, which log-probs leave out"
+                )
+
+    def forward(
+        self,
+        tokens_1T: Tensor,
+        packing: Layout,
+        rows_R: Tensor,
+        targets_R: Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (R,) of `targets_R` after the packed tokens at `rows_R`, and entropies (R,)
+        when asked."""
+        hidden_1TH = self.model.base_model(
+            input_ids=tokens_1T,
+            position_ids=packing.positions,
+            packing=packing,
+            use_cache=False,
+        ).last_hidden_state
+        return token_logprobs(
+            hidden_1TH[0].index_select(0, rows_R),
+            self.model.get_output_embeddings().weight,
+            targets_R,
+            temperature=temperature,
+            entropy=entropy,
+        )
+
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers: units of sharding and of recomputation."""
+        names = set(self.model._no_split_modules or ())
+        return [m for m in self.model.modules() if type(m).__name__ in names]
+
+
+def build(
+    function: str,
+    hf_config: dict[str, Any],
+    directory: Path | None,
+    *,
+    seed: int,
+    recompute: bool,
+) -> Policy:
+    """Make the model in float32 on the CPU, drawn from `seed` alone when there is no directory."""
+    register_attention()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        model = resolve(function, "model")(hf_config, directory)
+    model.set_attn_implementation(ATTENTION)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # rollout has none, and log-probs must agree with it
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
+    quicken(model)
+    return Policy(model)
+
+
+def resolve(path: str, what: str) -> Callable[..., Any]:
+    """The function that `module:function` names. Raises `PluginLoadError`."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PluginLoadError(f"{what}: cannot import {path!r}: {error}") from error
+    if not callable(found):
+        raise PluginLoadError(f"{what}: {path!r} is not a function")
+    return found

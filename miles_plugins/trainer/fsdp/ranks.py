@@ -1,0 +1,117 @@
+"""The ranks that train together: joining them, sharding a model over them, adding up their numbers.
+
+One rank has no process group at all, and every function here is then the identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from miles import ConfigError, Context, TrainerError
+
+__all__ = ["Ranks", "join", "local", "place", "shard", "whole"]
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int
+    """Own number, from 0."""
+    world: int
+    """How many."""
+    device: torch.device
+    """Where this one computes."""
+    mesh: DeviceMesh | None
+    """All of them in one dimension; None when alone."""
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place, the same in every rank."""
+        if self.mesh is not None:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Return when every rank is here."""
+        if self.mesh is not None:
+            dist.barrier()
+
+
+def join(context: Context, device: str) -> Ranks:
+    """Become one of `context.world` ranks, meeting at `context.master`.
+
+    Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when the ranks
+    cannot meet.
+    """
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise ConfigError("trainer fsdp: device is cuda, but torch sees no GPU")
+    where = torch.device("cuda", context.rank % gpus) if gpus else torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if context.world == 1:
+        return Ranks(0, 1, where, None)
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group(
+                "nccl" if where.type == "cuda" else "gloo",
+                init_method=f"tcp://{context.master}",
+                rank=context.rank,
+                world_size=context.world,
+                timeout=TIMEOUT,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise TrainerError(
+                f"trainer fsdp: rank {context.rank} of {context.world} could not meet the "
+                f"others at {context.master!r}: {error}"
+            ) from error
+    if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world):
+        raise TrainerError(
+            f"trainer fsdp: this process is rank {dist.get_rank()} of {dist.get_world_size()} and "
+            f"cannot become rank {context.rank} of {context.world}"
+        )
+    mesh = init_device_mesh(where.type, (context.world,))
+    return Ranks(context.rank, context.world, where, mesh)
+
+
+def shard(policy: nn.Module, blocks: list[nn.Module], ranks: Ranks, compute: torch.dtype) -> None:
+    """Shard each block and then the rest over the ranks, in place. Parameters stay in their type;
+    each is cast to `compute` when it is gathered, and gradients are added up in float32."""
+    if ranks.mesh is None:
+        return
+    policy_of_types = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for module in (*blocks, policy):
+        fully_shard(module, mesh=ranks.mesh, mp_policy=policy_of_types)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor; every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `full`, cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return full
+    cut = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return cut.to_local()

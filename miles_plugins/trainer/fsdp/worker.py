@@ -1,0 +1,335 @@
+"""One rank of the `fsdp` trainer: executes named loss terms over its share of a batch.
+
+Algorithm-blind: which terms, with which weights, is in the batch. Files are in `state`, shards in
+`ranks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from miles import Array, Batch, Context, Term, Tokens, TrainerError, Update, choices
+from miles.learn import mismatch
+from miles.learn.packing import layout, micro_batches, shares, token_index
+from miles_plugins.trainer.fsdp import state
+from miles_plugins.trainer.fsdp.optimizer import Masters, learning_rate
+from miles_plugins.trainer.fsdp.policy import build, resolve
+from miles_plugins.trainer.fsdp.ranks import join, shard, whole
+
+if TYPE_CHECKING:
+    from miles_plugins.trainer.fsdp import Fsdp
+
+__all__ = ["Worker"]
+
+SOURCES = ("current", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One micro-batch of this rank."""
+
+    index: Array
+    """(tokens,) int64: its tokens' places in the batch."""
+    lengths: Array
+    """(samples,) int32."""
+    idle: bool
+    """Only keeps this rank in step with the others: none of its tokens count."""
+
+
+class Worker:
+    """Model, masters and counters of one rank."""
+
+    def __init__(self, config: Fsdp.Config, context: Context) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.config, self.context = config, context
+        self.ranks = join(context, config.device)
+        compute = getattr(torch, context.precision.compute)
+        self.policy = build(
+            context.model.build(),
+            context.model.hf_config(),
+            context.model.directory(),
+            seed=context.seed,
+            recompute=config.activation_checkpointing,
+        ).to(self.ranks.device)
+        shard(self.policy, self.policy.blocks(), self.ranks, compute)
+        self.masters = Masters(
+            self.policy.model,
+            compute=compute,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        torch.manual_seed(context.seed)
+        budget = context.precision.budget
+        self.limits = mismatch.Limits(
+            max=budget.max if config.mismatch_max is None else config.mismatch_max,
+            mean=budget.mean if config.mismatch_mean is None else config.mismatch_mean,
+            action=config.on_mismatch,
+        )
+        # Greedy sampling has no distribution of its own; its log-probs are those of temperature 1.
+        self.temperature = context.settings.temperature or 1.0
+        self.version = 0
+        self.stage_step = 0
+        self.reference: dict[str, Tensor] | None = None
+
+    # ------------------------------------------------------------ one step
+
+    def step(self, batch: Batch) -> Update:
+        """See `Fsdp.step`."""
+        tokens = batch.tokens
+        loss_T = np.zeros(len(tokens.tokens), np.bool_)
+        for term in batch.terms:
+            loss_T |= term.weights != 0
+        loss_T[np.cumsum(tokens.lengths) - tokens.lengths] = False  # nothing predicts a first token
+        rows_T = loss_T if tokens.logprobs is None else loss_T | self._sampled(tokens)
+        current_T = torch.zeros(len(rows_T), device=self.ranks.device)
+        # one sum a term, then: entropy, tokens it was measured on, masked tokens
+        sums = torch.zeros(len(batch.terms) + 3, dtype=torch.float64, device=self.ranks.device)
+        try:
+            self._accumulate(batch, rows_T, loss_T, current_T, sums)
+            *values, entropy, measured, masked = self.ranks.add(sums).tolist()
+            losses = dict(zip((term.name for term in batch.terms), values, strict=True))
+            self._refuse_not_finite(losses)
+            current = self.ranks.add(current_T).cpu().numpy()
+            metrics = mismatch.measure(tokens, current, rows_T, self.version)
+            warnings = mismatch.enforce(metrics, self.limits)
+            norm = self._finite_norm(losses)
+        except TrainerError:
+            self.masters.drop_gradients()
+            raise
+        lr = self._learning_rate()
+        self.masters.update(lr, norm=norm, clip=self.config.grad_clip)
+        self.version += 1
+        self.stage_step += 1
+        metrics.update({f"loss/{name}": value for name, value in losses.items()})
+        metrics.update(grad_norm=norm, lr=lr)
+        metrics["tokens/trained"] = float(np.count_nonzero(loss_T)) - masked
+        if measured:
+            metrics["entropy"] = entropy / measured
+        if self.limits.action == "mask" and "mismatch/tokens" in metrics:
+            metrics["mismatch/masked"] = masked
+        return Update(version=self.version, metrics=metrics, warnings=warnings)
+
+    def _accumulate(
+        self, batch: Batch, rows_T: Array, loss_T: Array, current_T: Tensor, sums: Tensor
+    ) -> None:
+        """Forward and backward over this rank's pieces: fills gradients, `current_T` and `sums`."""
+        functions = [resolve(t.function, f"loss term {t.name!r}") for t in batch.terms]
+        entropy = any(getattr(function, "needs_entropy", False) for function in functions)
+        comparable_T = mismatch.comparable(batch.tokens, self.version)
+        for piece in self._pieces(batch.tokens.lengths):
+            rows = np.flatnonzero(rows_T[piece.index]) if not piece.idle else np.zeros(0, np.int64)
+            if not len(rows) and self.ranks.world == 1:
+                continue
+            flat = piece.index[rows]  # (rows,) int64: places in the batch
+            logprobs, entropies = self._forward(batch.tokens, piece, rows, entropy)
+            seen = logprobs.detach().float()
+            current_T[torch.from_numpy(flat).to(current_T.device)] = seen
+            counted = loss_T[flat]
+            if self.limits.action == "mask" and comparable_T[flat].any():
+                gap = np.abs(seen.cpu().numpy() - batch.tokens.logprobs[flat])
+                over = comparable_T[flat] & ~(gap <= self.limits.max)
+                sums[-1] += int(np.count_nonzero(over & counted))
+                counted = counted & ~over
+            if entropies is not None:
+                sums[-3] += (entropies.detach() * self._tensor(counted)).sum()
+                sums[-2] += int(np.count_nonzero(counted))
+            loss = logprobs.sum() * 0.0 if self.ranks.world > 1 else None
+            for place, (term, function) in enumerate(zip(batch.terms, functions, strict=True)):
+                part = self._term(term, function, logprobs, entropies, flat, counted)
+                if part is not None:
+                    sums[place] += part.detach()
+                    loss = part if loss is None else loss + part
+            if loss is not None:
+                # FSDP averages gradients over ranks; the step's loss is their sum.
+                (loss * self.ranks.world if self.ranks.world > 1 else loss).backward()
+
+    def _term(
+        self,
+        term: Term,
+        function: Callable[..., Tensor],
+        logprobs: Tensor,
+        entropies: Tensor | None,
+        flat: Array,
+        counted: Array,
+    ) -> Tensor | None:
+        """Sum of weight × value over the rows where the term counts; None when it counts nowhere
+        here."""
+        weights = term.weights[flat]
+        use = counted & (weights != 0)
+        if not use.any():
+            return None
+        if (
+            not use.all()
+        ):  # values where a term does not apply may be anything, so they are never computed
+            flat, weights = flat[use], weights[use]
+            chosen = self._tensor(np.flatnonzero(use))
+            logprobs = logprobs.index_select(0, chosen)
+            entropies = None if entropies is None else entropies.index_select(0, chosen)
+        inputs = {name: self._tensor(values[flat]) for name, values in term.inputs.items()}
+        values = function(logprobs, entropies, inputs, term.options)
+        if values.shape != logprobs.shape:
+            raise TrainerError(
+                f"loss term {term.name!r}: {term.function} gave shape {tuple(values.shape)} for "
+                f"{len(logprobs)} tokens"
+            )
+        return torch.dot(self._tensor(weights).to(values.dtype), values)
+
+    def _refuse_not_finite(self, losses: dict[str, float]) -> None:
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                raise TrainerError(
+                    f"trainer fsdp: loss term {name!r} is {value} in the step from version "
+                    f"{self.version}; the weights are unchanged"
+                )
+
+    def _finite_norm(self, losses: dict[str, float]) -> float:
+        norm = self.masters.norm()
+        if not math.isfinite(norm):
+            said = ", ".join(f"{name} {value:.6g}" for name, value in losses.items())
+            where = ", ".join(self.masters.not_finite()[:4]) or "another rank's part"
+            raise TrainerError(
+                f"trainer fsdp: the gradient is {norm} in the step from version {self.version} "
+                f"({where}); loss terms: {said}; the weights are unchanged"
+            )
+        return norm
+
+    def _learning_rate(self) -> float:
+        config = self.config
+        return learning_rate(
+            self.stage_step,
+            peak=config.lr,
+            warmup=config.warmup_steps,
+            schedule=config.schedule,
+            steps=self.context.settings.steps,
+            min_ratio=config.min_lr_ratio,
+        )
+
+    # ------------------------------------------------------------ forward
+
+    def _pieces(self, lengths_S: Array) -> Iterator[_Piece]:
+        """This rank's micro-batches, as many as any rank has: in FSDP all gather and reduce
+        together."""
+        budget = self.config.micro_batch_tokens
+        dealt = shares(lengths_S, self.ranks.world)
+        cut = [micro_batches(lengths_S[share], budget) for share in dealt]
+        share, mine = dealt[self.ranks.rank], cut[self.ranks.rank]
+        for chosen in mine:
+            samples = share[chosen]
+            yield _Piece(token_index(lengths_S, samples), lengths_S[samples], idle=False)
+        shortest = np.argmin(lengths_S, keepdims=True)
+        for _ in range(max(map(len, cut)) - len(mine)):
+            yield _Piece(token_index(lengths_S, shortest), lengths_S[shortest], idle=True)
+
+    def _forward(
+        self, tokens: Tokens, piece: _Piece, rows: Array, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ids = tokens.tokens[piece.index].astype(np.int64)
+        return self.policy(
+            self._tensor(ids)[None],
+            layout(piece.lengths, self.ranks.device),
+            self._tensor(rows - 1),
+            self._tensor(ids[rows]),
+            self.temperature,
+            entropy,
+        )
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self.ranks.device)
+
+    @staticmethod
+    def _sampled(tokens: Tokens) -> Array:
+        """(T,) bool: sampled tokens that something predicts."""
+        sampled = tokens.sampled.copy()
+        sampled[np.cumsum(tokens.lengths) - tokens.lengths] = False
+        return sampled
+
+    @torch.no_grad()
+    def logprobs(self, tokens: Tokens, source: str) -> Array:
+        """See `Fsdp.logprobs`."""
+        if source not in SOURCES:
+            raise TrainerError(f"log-probs of {source!r}: {choices(source, SOURCES)}")
+        if source == "current":
+            return self._logprobs(tokens)
+        reference = self._reference()
+        self.masters.swap(reference)
+        try:
+            return self._logprobs(tokens)
+        finally:
+            self.masters.swap(reference)
+
+    def _logprobs(self, tokens: Tokens) -> Array:
+        found_T = torch.zeros(len(tokens.tokens), device=self.ranks.device)
+        rows_T = np.ones(len(tokens.tokens), np.bool_)
+        rows_T[np.cumsum(tokens.lengths) - tokens.lengths] = False
+        for piece in self._pieces(tokens.lengths):
+            rows = np.flatnonzero(rows_T[piece.index])
+            logprobs, _ = self._forward(tokens, piece, rows, False)
+            if not piece.idle:
+                found_T[self._tensor(piece.index[rows])] = logprobs.float()
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()  # no backward pass follows that would do it
+        return self.ranks.add(found_T).cpu().numpy()
+
+    def _reference(self) -> dict[str, Tensor]:
+        """The weights the stage began with; copied when first asked for, which has to be before its
+        first step."""
+        if not self.config.reference:
+            raise TrainerError(
+                "trainer fsdp: reference log-probs were asked for, but trainer.reference is false"
+            )
+        if self.reference is None:
+            if self.stage_step:
+                raise TrainerError(
+                    f"trainer fsdp: reference log-probs were first asked for after {self.stage_step}"
+                    " steps of the stage; the weights it began with are gone"
+                )
+            self.reference = self.masters.snapshot()
+        return self.reference
+
+    # ------------------------------------------------------------ weights in and out
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Fsdp.export`."""
+        dtype = getattr(torch, self.context.precision.export)
+        for name, master in self.masters.named.items():
+            full = whole(master).detach()
+            yield name, full.to(dtype) if full.is_floating_point() else full
+
+    def save(self, directory: Path) -> None:
+        """See `Fsdp.save`."""
+        state.save(self, directory)
+
+    def load(self, directory: Path, *, weights_only: bool) -> None:
+        """See `Fsdp.load`."""
+        state.load(self, directory, weights_only=weights_only)
+
+    def sleep(self) -> None:
+        """See `Fsdp.sleep`."""
+        self.masters.drop_gradients()
+        self._move(torch.device("cpu"))
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See `Fsdp.wake`."""
+        self._move(self.ranks.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.ranks.device.type == "cpu":
+            return
+        self.policy.to(device)
+        self.masters.move(device)
+        if self.reference is not None:
+            self.reference = {name: t.to(device) for name, t in self.reference.items()}
