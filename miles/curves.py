@@ -102,14 +102,15 @@ def chart(
     """A figure with one panel for each stage that has any value; an explanation when none has.
 
     `floor` and `ceiling` are values the y axis must at least reach. On a log scale, values that are
-    not above 0 are drawn at the bottom.
+    not above 0 are drawn at the bottom; a stack's few highest may be cut off at the top.
     """
     panels = [p for p in map(_thinned, panels) if p.series]
     if not panels:
         return _figure(title, unit, (), '<p class="none">not measured</p>')
     names = list(dict.fromkeys(s.name for p in panels for s in p.series))
     drawn = [_stack(p) if stacked else p for p in panels]
-    limits = _limits(drawn, log=log, floor=0.0 if stacked else floor, ceiling=ceiling)
+    floor = 0.0 if stacked else floor
+    limits = _limits(drawn, log=log, stacked=stacked, floor=floor, ceiling=ceiling)
     if limits is None:
         return _figure(title, unit, names, '<p class="none">exactly 0 at every step</p>')
     y = _Scale(low=limits[0], high=limits[1], start=HEIGHT - BOTTOM, stop=TOP, log=log)
@@ -213,7 +214,12 @@ def _stack(panel: Panel) -> Panel:
 
 
 def _limits(
-    panels: Sequence[Panel], *, log: bool, floor: float | None, ceiling: float | None
+    panels: Sequence[Panel],
+    *,
+    log: bool,
+    stacked: bool,
+    floor: float | None,
+    ceiling: float | None,
 ) -> tuple[float, float] | None:
     every = [y for p in panels for s in p.series for y in _ys(s)]
     if log:
@@ -228,6 +234,8 @@ def _limits(
         return floor, low + (abs(low) or 1.0) * 0.1
     if high <= low:
         return low - (abs(low) or 1.0) * 0.1, high + (abs(high) or 1.0) * 0.1
+    if stacked:  # a first step that waited for processes to start must not flatten all others
+        high = min(high, 2 * sorted(every)[int(0.95 * (len(every) - 1))] or high)
     pad = 0.04 * (high - low)
     return (low if low == floor else low - pad), (high if high == ceiling else high + pad)
 
@@ -276,10 +284,10 @@ def _line(series: Series, x: _Scale, y: _Scale, colour: int) -> str:
 
 
 def _area(series: Series, below: Sequence[Point], x: _Scale, y: _Scale, colour: int) -> str:
-    upper = [f"{x(a):.1f},{y(b or 0.0):.1f}" for a, b in series.points]
     under = below or [(a, 0.0) for a, _ in series.points]
-    lower = [f"{x(a):.1f},{y(b or 0.0):.1f}" for a, b in reversed(under)]
-    return f'<path class="s{colour}" d="M{"L".join([*upper, *lower])}Z"/>'
+    corners = [*series.points, *reversed(under)]
+    edge = "L".join(f"{x(a):.1f},{y(min(b or 0.0, y.high)):.1f}" for a, b in corners)
+    return f'<path class="s{colour}" d="M{edge}Z"/>'
 
 
 def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:

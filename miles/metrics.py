@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = _rows(
     ),
     ("tokens/trained", "tokens", "Tokens that carried loss in the step."),
     ("tokens/sampled", "tokens", "Tokens that an engine sampled in the step's groups."),
-    ("length/mean", "tokens", "Mean number of sampled tokens in a trained trajectory."),
+    ("length/mean", "tokens", "Mean tokens of a trained sample, prompt included."),
     (
         "mismatch/logprob_abs_mean",
         "nats",
@@ -94,6 +94,11 @@ METRICS: tuple[Metric, ...] = _rows(
     ),
     ("mismatch/tokens", "tokens", "How many tokens the mismatch was measured on."),
     (
+        "mismatch/masked",
+        "tokens",
+        "Tokens whose loss was masked because they were over the budget.",
+    ),
+    (
         "mismatch/unmeasured",
         "flag",
         "1 when too few tokens of the trainer's version were there to measure.",
@@ -106,6 +111,12 @@ METRICS: tuple[Metric, ...] = _rows(
     ("off_policy/lag_<k>/logprob_abs_max", "nats", "The largest such difference of one token."),
     ("off_policy/lag_<k>/k3", "nats", "k3 estimate over the same tokens."),
     ("off_policy/lag_<k>/tokens", "tokens", "How many trained tokens are k versions old."),
+    (
+        "advantage/<name>",
+        "reward",
+        "A statistic of the step's advantages, as the algorithm reports.",
+    ),
+    ("entropy", "nats", "Mean entropy of the policy over loss tokens, when a term asks for it."),
     (
         "loss/<term>",
         "loss",

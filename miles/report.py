@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from miles.curves import Panel, Point, Series, bars, chart, short
@@ -96,7 +97,7 @@ def _tiles(record: Record) -> str:
     if worst := _column(record.steps, "mismatch/logprob_abs_max"):
         tiles.append(("largest mismatch", short(max(worst)), "nats, of any token"))
     if pace := _column(lines, "time/step_s"):
-        tiles.append((f"time a step, {stage}", f"{_average(pace) * 1e3:.0f} ms", "mean"))
+        tiles.append((f"time a step, {stage}", f"{median(pace) * 1e3:.0f} ms", "median"))
     if speed := _column(lines, "engine/tokens_per_s"):
         tiles.append(("engine", short(_average(speed)), "tokens per second"))
     if trained := _column(record.steps, "tokens/trained"):
@@ -122,7 +123,7 @@ def _average(values: Sequence[float]) -> float:
 
 def _charts(record: Record) -> Iterable[str]:
     def panels(*names: str) -> list[Panel]:
-        words = {n: n.removeprefix("time/").rpartition("/")[2] for n in names}
+        words = {n: _word(n) for n in names}
         return _panels(record, lambda line: words)
 
     yield chart("Reward", panels("reward/mean"), unit="mean over trajectories")
@@ -172,6 +173,12 @@ def _panels(record: Record, names: Callable[[Line], Mapping[str, str]]) -> list[
         ]
         made.append(Panel(name=stage, series=series))
     return made
+
+
+def _word(name: str) -> str:
+    """A metric's name in a legend."""
+    kind, _, word = name.rpartition("/")
+    return word.removesuffix("_s") if kind == "time" else word
 
 
 def _number(value: Any) -> float | None:
