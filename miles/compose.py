@@ -32,7 +32,18 @@ from miles.errors import ConfigError, PluginConflict, choices
 from miles.plugins import Registry
 from miles.protocols import KINDS
 
-__all__ = ["AUTO", "Assignment", "Files", "Layer", "Node", "expand", "parse", "quoted"]
+__all__ = [
+    "AUTO",
+    "Assignment",
+    "Files",
+    "Layer",
+    "Node",
+    "assignment",
+    "expand",
+    "own_folder",
+    "parse",
+    "quoted",
+]
 
 AUTO = "auto"
 """The tito handler that the chosen model names; the one choice that is no component."""
@@ -116,7 +127,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 _PATHS = {"path", "dir", "file", "resume", "plugins"}
-_CHOICE = re.compile(r"choice\(.*\)$", re.DOTALL)
+_SWEPT = re.compile(r"choice\(.*\)$", re.DOTALL)
 
 
 def quoted(text: str) -> str:
@@ -126,7 +137,7 @@ def quoted(text: str) -> str:
     plain = key.lstrip("+~")
     if not equals or (plain.split(".")[-1] not in _PATHS and plain != "run.name"):
         return text
-    if value in ("", "null", "[]") or value[0] in "'\"" or _CHOICE.match(value):
+    if value in ("", "null", "[]") or value[0] in "'\"" or _SWEPT.match(value):
         return text
     if value.startswith("[") and value.endswith("]"):
         items = re.findall(r"'[^']*'|\"[^\"]*\"|[^,]+", value[1:-1])
@@ -139,6 +150,11 @@ def _quote(value: str) -> str:
         return value
     inner = value.replace("\\", "\\\\") if value.endswith("\\") else value
     return "'" + inner.replace("'", "\\'") + "'"
+
+
+def assignment(key: str, paths: Iterable[str]) -> str:
+    """The override that sets a key to a list of paths, whatever is in them."""
+    return f"{key}=[{','.join(_quote(path) for path in paths)}]"
 
 
 # ---------------------------------------------------------------- the files
@@ -230,9 +246,10 @@ class Files:
             if name not in self.options("experiment"):
                 what = choices(name, self.options("experiment"))
                 raise ConfigError(f"there is no experiment {name!r}; {what}")
+            self._read(f"experiment/{name}")  # a fault in it is told with its file
         overrides = []
         if experiment is None:
-            overrides = ["experiment=null"]
+            overrides = ["~experiment"]
         elif experiment:
             many = "[" + ",".join(experiment) + "]"
             overrides = [f"experiment={experiment if isinstance(experiment, str) else many}"]

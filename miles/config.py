@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles import schema
-from miles.compose import Assignment, Files, parse
+from miles.compose import Assignment, Files, assignment, parse
 from miles.draft import COMMAND_LINE, Draft, Tree
 from miles.errors import ConfigError, MilesError, choices
 from miles.plugins import Registry
@@ -47,7 +47,7 @@ class Plan:
     faults: tuple[str, ...]
     """Everything that is wrong, as sentences."""
     overrides: tuple[str, ...]
-    """The command line it was composed from."""
+    """The command line it was composed from, local plugins as absolute paths."""
     registry: Registry
     """The registry with the plan's local files."""
 
@@ -90,7 +90,7 @@ def compose(
     return Plan(
         stages=tuple(stages),
         faults=once(faults, [*drafts]),
-        overrides=tuple(overrides),
+        overrides=_recorded(overrides, registry),
         registry=registry,
     )
 
@@ -103,6 +103,12 @@ def _parsed(overrides: Sequence[str], faults: list[str]) -> list[Assignment]:
         except ConfigError as error:
             faults.append(str(error))
     return given
+
+
+def _recorded(overrides: Sequence[str], registry: Registry) -> tuple[str, ...]:
+    """Overrides that mean the same in another working directory: local plugins are absolute."""
+    whole = assignment("plugins", registry.files)
+    return tuple(whole if o.lstrip("+").startswith("plugins=") else o for o in overrides)
 
 
 def once(lines: Sequence[str], stages: Sequence[str]) -> tuple[str, ...]:
@@ -146,8 +152,9 @@ def _drafts(
     named = ",".join(_as_list(experiment))
     chooser = COMMAND_LINE if ("experiment",) in last else "conf/config.yaml"
     base.settings.put(("experiment",), named, chooser)
-    if ("plugins",) in last:
-        base.settings.put(("plugins",), _as_list(last["plugins",]), COMMAND_LINE)
+    if registry.files:
+        origin = COMMAND_LINE if ("plugins",) in last else base.settings.origin(("plugins",))
+        base.settings.put(("plugins",), list(registry.files), origin)
 
     rest = [a for a in given if a.key not in {("experiment",), ("plugins",)}]
     own = [a for a in rest if a.key[0] == "stages"]
