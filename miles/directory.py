@@ -83,7 +83,9 @@ class Directory:
         from omegaconf import OmegaConf
 
         self._write("config.json", json.dumps(config, indent=1))
-        self._write("config.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        self._write(
+            "config.yaml", OmegaConf.to_yaml(OmegaConf.create(json.loads(json.dumps(config))))
+        )
         self._write("plugins.json", json.dumps(provenance, indent=1))
 
     def _write(self, name: str, text: str) -> None:
