@@ -1,0 +1,1 @@
+"""Reasoning Gym's procedural tasks as an environment for miles; see `environment`."""
