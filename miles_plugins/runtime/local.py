@@ -188,13 +188,19 @@ class _Process:
         self._fail_all("ended")
 
     def _fail_all(self, what: str) -> None:
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(self._dead(what))
+        waiting = [future for future in self._open.values() if not future.done()]
+        if not waiting:
+            return
+        seen = self._dead(what)  # once: finding out how the process ended may take a moment
+        for future in waiting:
+            error = WorkerError(str(seen))
+            for note in getattr(seen, "__notes__", ()):
+                error.add_note(note)
+            future.set_exception(error)
 
     def _dead(self, what: str) -> WorkerError:
         try:
-            code = self._process.wait(timeout=0.5)
+            code = self._process.wait(timeout=0 if self._stopping else 0.5)
         except subprocess.TimeoutExpired:
             code = None
         state = "is still running" if code is None else f"exit code {code}"
