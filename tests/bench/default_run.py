@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from miles.metrics import faults
+from miles.record import Record, read
 
 WALL_S = 180.0
 ACCURACY = 0.95
@@ -30,11 +31,20 @@ RISE = 0.35
 MISMATCH = 1e-4
 
 
-def judge(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures that a run's metrics give."""
-    rl = [row for row in rows if row.get("stage") == "grpo" and "reward/mean" in row]
-    scores = [value for row in rows for name, value in row.items() if _is_score(name)]
+def judge(record: Record) -> dict[str, Any]:
+    """The figures that a run's record gives."""
+    rl = record.of("grpo")
     rewards = [row["reward/mean"] for row in rl]
+    scores = [
+        value
+        for row in record.evaluations
+        for name, value in row.items()
+        if name.startswith("eval/") and name.endswith("/score")
+    ]
+    rows = [
+        {name: value for name, value in row.items() if name not in ("moment", "at", "set")}
+        for row in (*record.steps, *record.evaluations)
+    ]
     return {
         "rl_steps": len(rl),
         "evaluations": scores,
@@ -46,10 +56,6 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "unmeasured_steps": sum(row.get("mismatch/tokens", 0) <= 0 for row in rl),
         "metric_faults": sorted({fault for row in rows for fault in faults(row)}),
     }
-
-
-def _is_score(name: str) -> bool:
-    return name.startswith("eval/") and name.endswith("/score")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
-        result = judge([json.loads(line) for line in found[0].read_text().splitlines()])
+        result = judge(read(found[0].parent))
     result |= {
         "wall_s": wall,
         "cpu_s": used.ru_utime + used.ru_stime,

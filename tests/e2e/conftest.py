@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from miles.cli import main
 
 MILES = Path(sys.executable).parent / "miles"
@@ -26,7 +27,9 @@ TINY = (
     "stages.sft.groups_per_step=8",
     "stages.grpo.groups_per_step=4",
     "stages.grpo.samples_per_group=4",
+    "stages.grpo.selector.admit=[]",
     "evaluator.tasks=8",
+    "engine.max_len=128",
     "tracker=[jsonl]",
 )
 """The default run, made short."""
@@ -55,14 +58,22 @@ class Ran:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Lines of `metrics.jsonl`."""
-        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        """Metrics of steps and evaluations, in the order they were written."""
+        lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
+        rest = ("moment", "at", "set")
+        return [
+            {name: value for name, value in line.items() if name not in rest}
+            for line in lines
+            if line["moment"] in ("step_finished", "evaluated")
+        ]
 
     @property
     def steps(self) -> dict[int, dict[str, Any]]:
-        """The newest line of each step."""
-        return {row["step"]: row for row in self.rows if "time/step_s" in row}
+        """Metrics by step; a step twice is a fault."""
+        rows = [row for row in self.rows if "time/step_s" in row]
+        found = {row["step"]: row for row in rows}
+        assert len(found) == len(rows), "a step is there twice"
+        return found
 
     @property
     def checkpoints(self) -> list[Path]:
