@@ -36,7 +36,7 @@ TABLE = {
     "wire": Row("wire remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(
         "schema conformance discovery moments plugins compose draft config check catalog scaffold"
-        " sweep",
+        " sweep plugin_tables",
         "data contract plugins testing",
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
