@@ -49,7 +49,8 @@ class Torch:
         rows: int = 64
         """Requests that decode together; more wait."""
         chunk: int = 0
-        """Token slots of every forward, shared by prompts and decoding rows; at least 4; 0 is as many as rows."""
+        """Token slots of every forward, shared by prompts and decoding rows; at least 4; 0 is as
+        many as rows."""
         max_len: int = 0
         """Longest prompt and completion together; 0 is the model's own, at most 2048."""
         key_block: int = 32
@@ -76,6 +77,7 @@ class Torch:
 
         from miles_plugins.engine.torch.batching import Batching
         from miles_plugins.engine.torch.decoder import Cache, Forward
+        from miles_plugins.engine.torch.table import Table
 
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("engine torch: device is cuda, but torch sees no GPU; use device=cpu")
@@ -92,10 +94,12 @@ class Torch:
         self._batching = Batching(
             forward=Forward(self.decoder, slots=self.slots, **shape),
             cache=self._make_cache(),
-            rows=config.rows,
-            max_len=self.max_len,
+            table=Table(
+                rows=config.rows,
+                max_len=self.max_len,
+                score_temperature=context.settings.temperature or 1.0,
+            ),
             reuse=config.prefix_reuse,
-            score_temperature=context.settings.temperature or 1.0,
         )
         self._paused = self._asleep = False
         self._task: asyncio.Task[None] | None = None
@@ -110,8 +114,8 @@ class Torch:
         if self.slots < 4:
             what = "chunk" if config.chunk else "rows (chunk is 0)"
             raise ConfigError(
-                f"engine torch: {what} is {self.slots}; a forward needs at least 4 token slots, because "
-                "smaller products round differently"
+                f"engine torch: {what} is {self.slots}; a forward needs at least 4 token "
+                "slots, because smaller products round differently"
             )
         if self.max_len > self.decoder.max_len:
             raise ConfigError(
@@ -121,8 +125,8 @@ class Torch:
         decoder = self.decoder
         if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:
             raise ConfigError(
-                f"engine torch: {decoder.heads} query heads over {decoder.kv_heads} key heads of width "
-                f"{decoder.head_dim}; heads must be a multiple of key heads, the width even"
+                f"engine torch: {decoder.heads} query heads over {decoder.kv_heads} key heads "
+                f"of width {decoder.head_dim}; heads must be a multiple of them, the width even"
             )
         if self.max_len < 2:
             raise ConfigError(f"engine torch: max_len is {self.max_len}; it must be at least 2")
@@ -148,7 +152,7 @@ class Torch:
         return await self._submit(tokens, None)
 
     async def _submit(self, tokens: Array, request: Request | None) -> Any:
-        from miles_plugins.engine.torch.batching import Job
+        from miles_plugins.engine.torch.table import Job
 
         batching = self._batching
         if len(batching.waiting) >= self.config.max_waiting:
@@ -198,7 +202,8 @@ class Torch:
         raise EngineError(f"engine torch: {name}: {why}")
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
-        """End requests of these routing keys (None: all) with what they have; how many there were."""
+        """End requests of these routing keys (None: all) with what they have; how many there
+        were."""
         outcomes = self._batching.abort(keys)
         self._resolve(outcomes)
         return len(outcomes)
@@ -214,10 +219,10 @@ class Torch:
         from miles_plugins.engine.torch.decoder import collect, fuse
 
         batching = self._batching
-        if version < batching.version and batching.active:
+        if version < batching.version and batching.table.active:
             raise WeightSyncError(
                 f"engine torch: version {version} is older than {batching.version}, and "
-                f"{batching.active} requests are running; their versions would fall"
+                f"{batching.table.active} requests are running; their versions would fall"
             )
         found = collect(self.decoder, self.model.engine_name, weights)
         where = self._device if not self._asleep else "cpu"
@@ -238,7 +243,8 @@ class Torch:
         self._start()
 
     async def sleep(self) -> None:
-        """Stop, free the cache, and move weights off the GPU; running requests go on after `wake`."""
+        """Stop, free the cache, and move weights off the GPU; running requests go on after
+        `wake`."""
         if self._asleep:
             return
         self._asleep = True
@@ -262,11 +268,11 @@ class Torch:
             self._batching.parameters = moved(self._batching.parameters, device)
 
     async def health(self) -> Mapping[str, float]:
-        """`active` and `waiting` requests now; since start: `tokens` sampled, `busy_s`, `prompt_tokens`, and
-        `cached_tokens` of them whose keys and values were reused."""
+        """`active` and `waiting` requests now; since start: `tokens` sampled, `busy_s`,
+        `prompt_tokens`, and `cached_tokens` of them whose keys and values were reused."""
         batching = self._batching
         return {
-            "active": batching.active,
+            "active": batching.table.active,
             "waiting": len(batching.waiting),
             "tokens": batching.sampled,
             "busy_s": batching.busy_s,
@@ -292,7 +298,8 @@ class Torch:
             await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A forward that raised (out of memory, a bug) fails every request instead of hanging it."""
+        """A forward that raised (out of memory, a bug) fails every request instead of hanging
+        it."""
         self._task = None
         fault = None if task.cancelled() else task.exception()
         if fault is None:
@@ -300,7 +307,7 @@ class Torch:
                 self._start()
             return
         batching = self._batching
-        for job in [j for j in (*batching.waiting, *batching.jobs) if j is not None]:
+        for job in batching.jobs():
             batching.remove(job)
             error = EngineError(f"engine torch: {type(fault).__name__}: {fault}")
             error.__cause__ = fault

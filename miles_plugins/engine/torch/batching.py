@@ -1,11 +1,10 @@
-"""Continuous batching: which requests hold a row, what the next forward computes, what was sampled.
+"""Continuous batching: requests join and leave between any two forwards, and share prompts.
 
-Synchronous and free of asyncio; one `step` is one forward. Request state lives in arrays by row, so
-the cost of a step hardly grows with the number of rows.
+Synchronous and free of asyncio; one `step` is one forward. Bookkeeping is array arithmetic over the
+rows, so the cost of a step hardly grows with their number.
 
-A row knows `length` tokens, of which the first `filled` have keys and values in the cache. Whatever
-lies between is due, be it a prompt, a freshly sampled token, or everything again after new weights;
-when nothing more is due the row's last slot gives its next token.
+Prefill and decoding are one thing here: a row's due tokens are computed, as many as fit, and when
+nothing more is due its last slot gives the next token.
 """
 
 from __future__ import annotations
@@ -13,143 +12,76 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
-from miles import Array, Completion, EngineError, Finish, Request, Span
+from miles import Array, EngineError
 from miles_plugins.engine.torch.decoder import Cache, Forward, Parameters
-from miles_plugins.engine.torch.sampling import Rules, draw, logprob_of, mix, noise
+from miles_plugins.engine.torch.sampling import draw, logprob_of, noise
+from miles_plugins.engine.torch.table import FREE, SAMPLING, SCORING, Job, Outcome, Table
 
 __all__ = ["Batching", "Job", "Outcome"]
 
-_FREE, _SAMPLING, _SCORING = 0, 1, 2
-_WORTH_COPYING = 16
-"""Shared tokens below which a partial prefix is computed anew: a copy costs about as much."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Job:
-    """One request, or tokens to score when `request` is None."""
-
-    tokens: Array
-    """(tokens,) int64: the prompt, or what to score."""
-    request: Request | None = None
-    """What was asked."""
-    future: Any = None
-    """For the caller; not touched here."""
-    row: int = -1
-    """Row it holds; -1 while it waits."""
-    cached: int = 0
-    """Prompt tokens it did not have to compute."""
-    followers: list[Job] = field(default_factory=list)
-    """Jobs with the same prompt, waiting for this one to have computed it."""
-
-    @property
-    def key(self) -> bytes:
-        """Equal for equal tokens."""
-        return self.tokens.tobytes()
-
-
-Outcome = tuple[Job, "Completion | Array | EngineError"]
-
 
 class Batching:
-    """Rows, their requests, and the arithmetic between two forwards."""
+    """A queue, a table of rows, a cache, and the arithmetic between two forwards."""
 
-    def __init__(
-        self,
-        *,
-        forward: Forward,
-        cache: Cache,
-        rows: int,
-        max_len: int,
-        reuse: bool,
-        score_temperature: float,
-    ) -> None:
-        self.forward, self.cache, self.reuse = forward, cache, reuse
-        self.score_temperature = score_temperature
-        self.rows, self.max_len = rows, max_len
+    def __init__(self, *, forward: Forward, cache: Cache, table: Table, reuse: bool) -> None:
+        self.forward, self.cache, self.table, self.reuse = forward, cache, table, reuse
         self.device = cache.data.device
         self.parameters: Parameters | None = None
         self.version = -1
         self.waiting: deque[Job] = deque()
-        self.jobs: list[Job | None] = [None] * rows
         self.leaders: dict[bytes, Job] = {}
         self.sampled = self.prompt_tokens = self.cached_tokens = 0
         self.busy_s = 0.0
-        self._clock = 0
-        self._newest = 0
-        self.state = np.full(rows, _FREE, np.int8)
-        self.held_back = np.zeros(rows, bool)  # (rows,) follows another row's prompt
-        self.tokens = np.zeros((rows, max_len), np.int64)
-        self.length = np.zeros(rows, np.int64)
-        self.filled = np.zeros(rows, np.int64)
-        self.prompt = np.zeros(rows, np.int64)
-        self.limit = np.zeros(rows, np.int64)
-        self.used = np.zeros(rows, np.int64)  # (rows,) when the row was last computed or freed
-        self.arrival = np.zeros(rows, np.int64)
-        self.logprobs = np.zeros((rows, max_len), np.float32)
-        self.truncated = np.zeros((rows, max_len), np.float32)
-        self.versions = np.zeros((rows, max_len), np.int32)
-        self.streams = np.zeros(rows, np.uint64)
-        self.temperature = np.ones(rows, np.float32)
-        self.greedy = np.zeros(rows, bool)
-        self.top_p = np.ones(rows, np.float64)
-        self.top_k = np.zeros(rows, np.int64)
-        self.stops = np.full((rows, 1), -1, np.int64)
+        self.steps = 0
 
-    @property
-    def active(self) -> int:
-        """Rows in use."""
-        return int(np.count_nonzero(self.state))
+    def jobs(self) -> list[Job]:
+        """Everything asked and not yet answered."""
+        return [*self.waiting, *(job for job in self.table.jobs if job is not None)]
 
     def due(self) -> bool:
         """Whether a step would do anything."""
-        return self.parameters is not None and (bool(self.waiting) or bool(self.state.any()))
+        return self.parameters is not None and bool(self.waiting or self.table.active)
 
     def load(self, version: int, parameters: Parameters) -> None:
-        """Serve other weights from the next step on. Running requests keep their tokens, log-probs and
-        versions, and their keys and values are computed again under the new weights."""
+        """Serve other weights from the next step on.
+
+        Running requests keep their tokens, log-probs and versions; their keys and values are
+        computed again under the new weights.
+        """
         self.parameters, self.version = parameters, version
         self.forget()
 
     def forget(self) -> None:
         """Drop all keys and values; running requests compute theirs again."""
-        self.filled[:] = 0
+        self.table.filled[:] = 0
 
     # ------------------------------------------------------------ requests come and go
 
     def abort(self, keys: Sequence[str] | None) -> list[Outcome]:
         """End requests of these routing keys, or all; scores go on."""
         wanted = None if keys is None else set(keys)
-
-        def meant(job: Job | None) -> bool:
-            if job is None or job.request is None:
-                return False
-            return wanted is None or job.request.key in wanted
-
-        ended = [job for job in (*self.waiting, *self.jobs) if meant(job)]
-        outcomes: list[Outcome] = [(job, self._completion(job, "abort")) for job in ended]
+        asked = [job for job in self.jobs() if job.request is not None]
+        ended = [job for job in asked if wanted is None or job.request.key in wanted]
+        outcomes: list[Outcome] = [(job, self.table.completion(job, "abort")) for job in ended]
         for job in ended:
             self.remove(job)
         return outcomes
 
     def remove(self, job: Job) -> None:
         """Forget a job, wherever it is; its followers get a new leader."""
-        if job.row < 0:
+        table, row = self.table, job.row
+        if row < 0:
             if job in self.waiting:
                 self.waiting.remove(job)
             return
-        row = job.row
-        self._release(row)
-        if self.held_back[row]:
-            self.held_back[row] = False
-            for leader in self.leaders.values():
-                if job in leader.followers:
-                    leader.followers.remove(job)
+        table.release(row, step=self.steps)
+        if table.held_back[row]:
+            table.held_back[row] = False
+            self.leaders[job.key].followers.remove(job)
             return
         if self.leaders.get(job.key) is job:
             del self.leaders[job.key]
@@ -157,107 +89,52 @@ class Batching:
             heir, *rest = job.followers
             heir.followers, job.followers = rest, []
             self.leaders[heir.key] = heir
-            self.held_back[heir.row] = False
-            if self.filled[row]:
-                self._copy([row], [heir.row], int(self.filled[row]))
-                self.filled[heir.row] = self.filled[row]
-
-    def _release(self, row: int) -> None:
-        job = self.jobs[row]
-        if job is not None:
-            job.row = -1
-        self.jobs[row] = None
-        self.state[row] = _FREE
-        self.used[row] = self._clock
+            table.held_back[heir.row] = False
+            if table.filled[row]:
+                self._copy([row], [heir.row], int(table.filled[row]))
+                table.filled[heir.row] = table.filled[row]
 
     def _admit(self) -> None:
-        free = deque(np.flatnonzero(self.state == _FREE).tolist())
-        if not free or not self.waiting:
+        if not self.waiting:
             return
-        # Rows whose keys and values a newcomer could reuse are taken last, the stalest first.
-        free = deque(sorted(free, key=lambda r: (self.filled[r] > 0, self.used[r], r)))
+        table, free = self.table, self.table.free()
         sources: list[int] = []
         targets: list[int] = []
         longest = 0
         admitted: list[int] = []
         while self.waiting and free:
             job = self.waiting.popleft()
-            leader = self.leaders.get(job.key) if self.reuse and job.request else None
-            share = 0
+            share, shares = 0, self.reuse and job.request is not None
+            leader = self.leaders.get(job.key) if shares else None
             if leader is not None:
-                row = free.popleft()
+                row = free.pop(0)
                 leader.followers.append(job)
-                self.held_back[row] = True
+                table.held_back[row] = True
             else:
-                source, share = self._resident(job, targets)
-                if share and self.state[source] == _FREE:
+                source, share = table.resident(job.tokens, targets) if shares else (-1, 0)
+                if share and table.state[source] == FREE:
                     row = source  # what it holds beyond the shared prefix is overwritten in place
                     free.remove(row)
                 else:
-                    row = free.popleft()
+                    row = free.pop(0)
                     if share:
                         sources.append(source)
                         targets.append(row)
                         longest = max(longest, share)
-                if self.reuse and job.request:
+                if shares:
                     self.leaders[job.key] = job
-            self._occupy(job, row, share)
+            table.occupy(job, row, share=share, step=self.steps)
+            if job.request is not None:
+                self.prompt_tokens += len(job.tokens)
+                self.cached_tokens += share
             admitted.append(row)
         if targets:
             self._copy(sources, targets, longest)
-        jobs = [self.jobs[row] for row in admitted]
-        seeds = [job.request.seed & (2**64 - 1) if job.request else 0 for job in jobs]
-        self.streams[admitted] = mix(mix(np.array(seeds, np.uint64)) + np.uint64(1))
+        if admitted:
+            table.seed(admitted)
 
-    def _occupy(self, job: Job, row: int, share: int) -> None:
-        job.row, job.cached = row, share
-        self.jobs[row] = job
-        size = len(job.tokens)
-        self.tokens[row, :size] = job.tokens
-        self.length[row] = self.prompt[row] = size
-        self.filled[row] = share
-        self._newest += 1
-        self.arrival[row] = self._newest
-        self.used[row] = self._clock
-        self.prompt_tokens += size
-        self.cached_tokens += share
-        if job.request is None:
-            self.state[row] = _SCORING
-            self.temperature[row] = self.score_temperature
-            return
-        sampling = job.request.sampling
-        self.state[row] = _SAMPLING
-        self.limit[row] = min(size + sampling.max_new_tokens, self.max_len)
-        self.greedy[row] = sampling.temperature == 0
-        self.temperature[row] = sampling.temperature or 1.0
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        stops = sampling.stop_ids
-        if len(stops) > self.stops.shape[1]:
-            wider = np.full((self.rows, len(stops)), -1, np.int64)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
-        self.stops[row] = -1
-        self.stops[row, : len(stops)] = stops
-
-    def _resident(self, job: Job, pending: list[int]) -> tuple[int, int]:
-        """The row that shares the longest computed prefix with a prompt, and how long it is.
-
-        The last prompt token is always computed, for its logits.
-        """
-        size = len(job.tokens) - 1
-        if not self.reuse or job.request is None or size < 1 or not self.filled.any():
-            return -1, 0
-        differs = self.tokens[:, :size] != job.tokens[:size]
-        share = np.where(differs.any(1), differs.argmax(1), size)
-        share = np.minimum(share, self.filled)
-        share[pending] = 0  # rows that are yet to receive their copy
-        # Among equals a free row, which need not be copied.
-        row = int(np.argmax(2 * share + (self.state == _FREE)))
-        best = int(share[row])
-        return (row, best) if best >= min(size, _WORTH_COPYING) else (-1, 0)
-
-    def _copy(self, sources: list[int], targets: list[int], length: int) -> None:
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions; every source is read before any target is written."""
         self.cache.copy(self._index(np.array(sources)), self._index(np.array(targets)), length)
 
     def _index(self, values: Array) -> torch.Tensor:
@@ -265,13 +142,13 @@ class Batching:
 
     # ------------------------------------------------------------ one forward
 
+    @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Admit what fits, run one forward, and return what ended."""
         began = time.perf_counter()
         try:
-            with torch.inference_mode():
-                self._admit()
-                return self._forward()
+            self._admit()
+            return self._forward()
         finally:
             self.busy_s += time.perf_counter() - began
 
@@ -281,9 +158,10 @@ class Batching:
         Rows with several tokens due come first, oldest first, so that rows join soon; then rows in
         turn. Neither order can change what a row samples.
         """
-        rows = np.flatnonzero((self.state != _FREE) & ~self.held_back)
-        due = self.length[rows] - self.filled[rows]
-        order = np.lexsort((self.arrival[rows], self.used[rows] * (due == 1), due == 1))
+        table = self.table
+        rows = np.flatnonzero((table.state != FREE) & ~table.held_back)
+        due = table.length[rows] - table.filled[rows]
+        order = np.lexsort((table.arrival[rows], table.used[rows] * (due == 1), due == 1))
         rows, due = rows[order], due[order]
         room = self.forward.slots - (due.cumsum() - due)  # slots left before each row
         due = np.minimum(due, room)
@@ -291,175 +169,119 @@ class Batching:
         return rows[taken], due[taken]
 
     def _forward(self) -> list[Outcome]:
+        table = self.table
         rows, counts = self._plan()
         if not len(rows):
             return []
-        self._clock += 1
-        slots, total = self.forward.slots, int(counts.sum())
-        ends = counts.cumsum()
-        padded = np.zeros(
-            (3, slots), np.int64
-        )  # token, row, position; padding has a row of its own
-        padded[1] = self.cache.rows - 1
+        self.steps += 1
+        total, ends = int(counts.sum()), counts.cumsum()
         slot_rows = rows.repeat(counts)
-        positions = np.arange(total) - (ends - counts - self.filled[rows]).repeat(counts)
-        padded[0, :total] = self.tokens[slot_rows, positions]
-        padded[1, :total] = slot_rows
-        padded[2, :total] = positions
-        self.filled[rows] += counts
-        self.used[rows] = self._clock
-        complete = self.filled[rows] == self.length[rows]
-        sampling = complete & (self.state[rows] == _SAMPLING)
-        scoring = self.state[rows] == _SCORING
-        inputs = self._index(padded)
-        logits = self.forward(
+        positions = np.arange(total) - (ends - counts - table.filled[rows]).repeat(counts)
+        slots = np.zeros((3, self.forward.slots), np.int64)  # token, row and position of each
+        slots[1] = self.cache.rows - 1  # padding has a row of its own
+        slots[:, :total] = table.tokens[slot_rows, positions], slot_rows, positions
+        table.filled[rows] += counts
+        table.used[rows] = self.steps
+        complete = table.filled[rows] == table.length[rows]
+        sampling = complete & (table.state[rows] == SAMPLING)
+        scoring = table.state[rows] == SCORING
+        logits_TV = self.forward(
             self.parameters,
             self.cache,
-            *inputs,
+            *self._index(slots),
             longest=int(positions.max()) + 1,
             head=bool(sampling.any() or scoring.any()),
         )
         ended: list[Outcome] = []
         if scoring.any():
-            self._score(logits, slot_rows, positions, scoring.repeat(counts))
-            ended += self._scored(rows[scoring & complete])
+            self._score(logits_TV, slot_rows, positions, scoring.repeat(counts))
+            for row in rows[scoring & complete].tolist():
+                ended.append((table.jobs[row], table.scores(row)))
+                table.release(row, step=self.steps)
         if sampling.any():
-            ended += self._sample(logits, rows[sampling], ends[sampling] - 1)
+            ended += self._sample(logits_TV, rows[sampling], ends[sampling] - 1)
         return ended
 
     def _score(
-        self, logits: torch.Tensor, slot_rows: Array, positions: Array, scored: Array
+        self, logits_TV: torch.Tensor, slot_rows: Array, positions: Array, scored: Array
     ) -> None:
         """Keep the log-prob of the token after each slot of a scoring row."""
-        slots = np.flatnonzero(scored & (positions + 1 < self.length[slot_rows]))
+        table = self.table
+        slots = np.flatnonzero(scored & (positions + 1 < table.length[slot_rows]))
         if not len(slots):
             return
         rows, after = slot_rows[slots], positions[slots] + 1
-        self.logprobs[rows, after] = logprob_of(
-            _take(logits, slots), self.tokens[rows, after], self.temperature[rows]
+        logits_SV = logits_TV.index_select(0, self._index(slots))
+        table.logprobs[rows, after] = logprob_of(
+            logits_SV, table.tokens[rows, after], table.temperature[rows]
         )
 
-    def _scored(self, rows: Array) -> list[Outcome]:
-        ended: list[Outcome] = []
-        for row in rows.tolist():
-            job = self.jobs[row]
-            values = self.logprobs[row, : self.length[row]].copy()  # (tokens,) float32
-            values[0] = 0
-            ended.append((job, values))
-            self._release(row)
-        return ended
-
-    def _sample(self, logits: torch.Tensor, rows: Array, slots: Array) -> list[Outcome]:
-        rows, slots = self._gather_followers(rows, slots)
-        rules = Rules(
-            temperature=self.temperature[rows],
-            greedy=self.greedy[rows],
-            top_p=self.top_p[rows],
-            top_k=self.top_k[rows],
+    def _sample(self, logits_TV: torch.Tensor, rows: Array, slots: Array) -> list[Outcome]:
+        """Draw the next token of `rows` from the logits of `slots`, (S,) each."""
+        table = self.table
+        if self.leaders:
+            rows, slots = self._join_followers(rows, slots)
+        at = table.length[rows]
+        drawn = draw(
+            logits_TV.index_select(0, self._index(slots)),
+            table.rules(rows),
+            noise(table.streams[rows], at.astype(np.uint64)),
         )
-        at = self.length[rows]
-        drawn = draw(_take(logits, slots), rules, noise(self.streams[rows], at.astype(np.uint64)))
-        self.tokens[rows, at] = drawn.tokens
-        self.logprobs[rows, at] = drawn.logprobs
-        self.truncated[rows, at] = drawn.truncated
-        self.versions[rows, at] = self.version
-        self.length[rows] = at + 1
+        table.tokens[rows, at] = drawn.tokens
+        table.logprobs[rows, at] = drawn.logprobs
+        table.truncated[rows, at] = drawn.truncated
+        table.versions[rows, at] = self.version
+        table.length[rows] = at + 1
         self.sampled += len(rows)
-        stopped = (drawn.tokens[:, None] == self.stops[rows]).any(1)
+        stopped = (drawn.tokens[:, None] == table.stops[rows]).any(1)
         broken = ~np.isfinite(drawn.logprobs)
-        over = stopped | (at + 1 >= self.limit[rows]) | broken
-        if not over.any():
-            return []
+        over = np.flatnonzero(stopped | broken | (at + 1 >= table.limit[rows]))
         ended: list[Outcome] = []
-        for index in np.flatnonzero(over).tolist():
+        for index in over.tolist():
             row = int(rows[index])
-            job = self.jobs[row]
+            job = table.jobs[row]
             if broken[index]:
-                what = (
-                    f"logits are not finite at token {int(at[index])} under version {self.version}"
-                )
-                ended.append(
-                    (job, EngineError(f"engine torch: request {job.request.id!r}: {what}"))
-                )
+                ended.append((job, self._not_finite(job, int(at[index]))))
             else:
-                ended.append((job, self._completion(job, "stop" if stopped[index] else "length")))
-            self._release(row)
-        if broken.any():
+                finish = "stop" if stopped[index] else "length"
+                ended.append((job, table.completion(job, finish)))
+            table.release(row, step=self.steps)
+        if broken.any():  # a masked key is multiplied by 0, which only finite numbers survive
             self.cache.clear()
             self.forget()
         return ended
 
-    def _gather_followers(self, rows: Array, slots: Array) -> tuple[Array, Array]:
+    def _not_finite(self, job: Job, at: int) -> EngineError:
+        return EngineError(
+            f"engine torch: request {job.request.id!r}: logits are not finite at token {at} under "
+            f"version {self.version}"
+        )
+
+    def _join_followers(self, rows: Array, slots: Array) -> tuple[Array, Array]:
         """Rows that were waiting for a prompt computed just now sample from the same logits."""
-        if not self.leaders:
-            return rows, slots
+        table = self.table
+        first = table.length[rows] == table.prompt[rows]
         sources: list[int] = []
-        targets: list[int] = []
-        taken_from: list[int] = []
-        longest = 0
-        first = self.length[rows] == self.prompt[rows]
+        shared: list[int] = []
+        followers: list[Job] = []
         for row, slot in zip(rows[first].tolist(), slots[first].tolist(), strict=True):
-            job = self.jobs[row]
+            job = table.jobs[row]
             if self.leaders.get(job.key) is not job:
                 continue
             del self.leaders[job.key]
-            size = len(job.tokens)
-            for follower in job.followers:
-                sources.append(row)
-                targets.append(follower.row)
-                taken_from.append(slot)
-                follower.cached = size
-                longest = max(longest, size)
+            followers += job.followers
+            sources += [row] * len(job.followers)
+            shared += [slot] * len(job.followers)
             job.followers = []
-        if not targets:
+        if not followers:
             return rows, slots
-        self._copy(sources, targets, longest)
-        self.filled[targets] = self.filled[sources]
-        self.cached_tokens += int(self.filled[targets].sum())
-        self.held_back[targets] = False
-        self.used[targets] = self._clock
-        return np.concatenate([rows, targets]), np.concatenate([slots, taken_from])
-
-    def _completion(self, job: Job, finish: Finish) -> Completion:
-        row, cut = job.row, _cuts(job.request)
-        if row < 0:
-            nothing = np.zeros(0, np.float32)
-            return Completion(
-                tokens=np.zeros(0, np.int32),
-                logprobs=nothing,
-                spans=(),
-                finish=finish,
-                truncated_logprobs=nothing if cut else None,
-            )
-        part = slice(int(self.prompt[row]), int(self.length[row]))
-        return Completion(
-            tokens=self.tokens[row, part].astype(np.int32),
-            logprobs=self.logprobs[row, part].copy(),
-            spans=_spans(self.versions[row, part]),
-            finish=finish,
-            truncated_logprobs=self.truncated[row, part].copy() if cut else None,
-            cached_tokens=job.cached,
-        )
-
-
-def _cuts(request: Request) -> bool:
-    sampling = request.sampling
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-
-
-def _take(logits: torch.Tensor, slots: Array) -> torch.Tensor:
-    return logits.index_select(0, torch.from_numpy(slots).to(logits.device))
-
-
-def _spans(versions: Array) -> tuple[Span, ...]:
-    """Runs of equal values, which never decrease."""
-    if not len(versions):
-        return ()
-    first, last = int(versions[0]), int(versions[-1])
-    if first == last:
-        return (Span(start=0, stop=len(versions), version=first),)
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return tuple(
-        Span(start=a, stop=b, version=int(versions[a]))
-        for a, b in zip(edges, edges[1:], strict=False)
-    )
+        targets = [job.row for job in followers]
+        lengths = table.filled[sources]
+        self._copy(sources, targets, int(lengths.max()))
+        table.filled[targets] = lengths
+        table.held_back[targets] = False
+        table.used[targets] = self.steps
+        for job in followers:
+            job.cached = len(job.tokens)
+        self.cached_tokens += int(lengths.sum())
+        return np.concatenate([rows, targets]), np.concatenate([slots, shared])

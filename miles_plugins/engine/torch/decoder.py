@@ -1,4 +1,5 @@
-"""The forward of a rotary decoder over a key-value cache, always at one fixed number of token slots.
+"""The forward of a rotary decoder over a key-value cache, always at one fixed number of token
+slots.
 
 Knows canonical tensor names and the shape in `Decoder`; knows no requests, no sampling and no model
 family. One shape for prefill, decode and scoring is what makes a token's numbers independent of
@@ -78,7 +79,7 @@ def collect(
             faults.append(f"{name} arrived twice")
         elif tuple(tensor.shape) != shape:
             faults.append(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
-        elif not torch.isfinite(tensor.sum()):
+        elif not (torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
             faults.append(f"{name} is not finite")
         else:
             found[canonical] = tensor
@@ -196,7 +197,8 @@ def moved(parameters: Parameters, device: torch.device | str) -> Parameters:
 
 
 class Cache:
-    """Keys and values of every row, in blocks of positions; one row more than asked for, for padding.
+    """Keys and values of every row, in blocks of positions; one row more than asked for, for
+    padding.
 
     `data` is (layers, blocks, rows + 1, kv_heads, 2, key_block, head_dim): a block of one row and
     head is contiguous, keys then values, so gathering rows copies long runs. It starts as zeros,
@@ -233,7 +235,8 @@ class Cache:
 
     @torch.inference_mode()
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`, (n,) int64 each."""
+        """Copy the first `length` positions of rows `sources` to rows `targets`, (n,) int64
+        each."""
         view = self.data[:, : -(-length // self.key_block)]
         view.index_copy_(2, targets, view.index_select(2, sources))
 

@@ -28,8 +28,8 @@ def mix(values: Array) -> Array:
 def noise(streams: Array, positions: Array) -> Array:
     """Uniforms in [0, 1): element `positions` of the SplitMix64 sequence that starts at `streams`.
 
-    Both are (n,) uint64, `streams` already passed through `mix`; returns (n,) float64. A function of
-    the two alone, so a request draws the same whatever else is in the batch.
+    Both are (n,) uint64, `streams` already passed through `mix`; returns (n,) float64. A function
+    of the two alone, so a request draws the same whatever else is in the batch.
     """
     with np.errstate(over="ignore"):
         state = streams + (positions + np.uint64(1)) * _GOLDEN
@@ -59,7 +59,8 @@ class Draw:
     logprobs: Array
     """(S,) float32 under the whole distribution at the row's temperature."""
     truncated: Array
-    """(S,) float32 under the distribution cut by top-k and top-p; equal to `logprobs` where none cut."""
+    """(S,) float32 under the distribution cut by top-k and top-p; equal to `logprobs` where none
+    cut."""
 
 
 def draw(logits_SV: torch.Tensor, rules: Rules, uniforms: Array) -> Draw:
@@ -101,7 +102,8 @@ def draw(logits_SV: torch.Tensor, rules: Rules, uniforms: Array) -> Draw:
 
 
 def logprob_of(logits_SV: torch.Tensor, tokens: Array, temperature: Array) -> Array:
-    """(S,) float32 log-prob of given tokens, bit-equal to what `draw` would have reported for them."""
+    """(S,) float32 log-prob of given tokens, bit-equal to what `draw` would have reported for
+    them."""
     index = torch.from_numpy(tokens).to(logits_SV.device)
     return _pick(_logprobs(logits_SV, temperature), index).cpu().numpy()
 
@@ -117,7 +119,8 @@ def _pick(logprobs_SV: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _truncate(weights_KV: torch.Tensor, top_p: Array, top_k: Array) -> torch.Tensor:
-    """Zero what top-k, then top-p, leave out of (K, V) probabilities; the likeliest always stays."""
+    """Zero what top-k, then top-p, leave out of (K, V) probabilities; the likeliest always
+    stays."""
     device, vocab = weights_KV.device, weights_KV.shape[-1]
     ordered_KV, ids_KV = weights_KV.sort(dim=-1, descending=True, stable=True)
     limit_K = torch.from_numpy(np.where(top_k > 0, top_k, vocab)).to(device)
