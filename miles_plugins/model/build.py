@@ -1,4 +1,5 @@
-"""Makes the `transformers` module of a checkpoint or of a made-up configuration; heavy, for trainer workers.
+"""Makes the `transformers` module of a checkpoint or of a made-up configuration; heavy, for trainer
+workers.
 
 Never reaches for the network, and never lets a tensor that does not fit pass in silence.
 """
@@ -24,9 +25,9 @@ __all__ = ["causal_lm"]
 def causal_lm(hf_config: Mapping[str, Any], directory: Path | None) -> nn.Module:
     """A float32 causal language model.
 
-    Without a directory the weights are drawn by torch's current random generator, so the caller seeds it.
-    With one they are read from its safetensors. Raises `ConfigError` for an unknown class or model type, and
-    naming every tensor that is missing, extra or of another shape.
+    Without a directory the weights are drawn by torch's current random generator, so the caller
+    seeds it. With one they are read from its safetensors. Raises `ConfigError` for an unknown class
+    or model type, and naming every tensor that is missing, extra or of another shape.
     """
     kind = _model_class(hf_config)
     fields = {k: v for k, v in hf_config.items() if k not in ("dtype", "torch_dtype")}
@@ -35,6 +36,7 @@ def causal_lm(hf_config: Mapping[str, Any], directory: Path | None) -> nn.Module
         return kind(config)
     with no_init_weights():
         model = kind(config)
+    model.tie_weights()
     _fill(model, _files(directory))
     return model
 
@@ -46,8 +48,8 @@ def _model_class(hf_config: Mapping[str, Any]) -> Any:
         if found is not None:
             return found
     raise ConfigError(
-        f"model: architectures {list(names)} of model_type {hf_config.get('model_type')!r} are not in "
-        f"transformers {transformers.__version__}"
+        f"model: architectures {list(names)} of model_type {hf_config.get('model_type')!r} are "
+        f"not in transformers {transformers.__version__}"
     )
 
 

@@ -16,7 +16,6 @@ from miles import ConfigError, Context, Decoder
 __all__ = ["Dense"]
 
 
-
 class Dense:
     """A dense decoder: pre-norm, rotary positions, grouped queries, gated MLP."""
 
@@ -35,7 +34,8 @@ class Dense:
         init: Literal["load", "random"] = "random"
         """Load the weights from `path`, or make them from the seed."""
         path: str = ""
-        """Hugging Face directory on this machine: config.json and safetensors. Nothing is downloaded."""
+        """Hugging Face directory on this machine: config.json and safetensors. Nothing is
+        downloaded."""
         hidden_size: int = 64
         """Random model: width of the residual stream."""
         layers: int = 2
@@ -81,8 +81,8 @@ class Dense:
             return None
         if not self.config.path:
             raise ConfigError(
-                f"model {self.family}: init is load, but path is empty; give model.path=DIRECTORY or "
-                "model.init=random"
+                f"model {self.family}: init is load, but path is empty; give model.path=DIRECTORY "
+                "or model.init=random"
             )
         directory = Path(self.config.path).expanduser()
         if not directory.is_dir():
@@ -161,7 +161,9 @@ class Dense:
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self.config, name)
         if value < least:
-            raise ConfigError(f"model {self.family}: {name} is {value}; it must be at least {least}")
+            raise ConfigError(
+                f"model {self.family}: {name} is {value}; it must be at least {least}"
+            )
 
     def decoder(self) -> Decoder:
         """Shape for the embedded engine. Raises `ConfigError` naming what it cannot run."""
@@ -179,7 +181,8 @@ class Dense:
         wrong = [what for refused, what in refusals if refused]
         if wrong:
             raise ConfigError(
-                f"model {self.family}: the embedded engine cannot run {', '.join(wrong)}; use another engine"
+                f"model {self.family}: the embedded engine cannot run {', '.join(wrong)}; "
+                "use another engine"
             )
         try:
             heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
@@ -202,7 +205,8 @@ class Dense:
             raise ConfigError(f"model {self.family}: config.json has no {error.args[0]}") from error
 
     def engine_name(self, name: str) -> str | None:
-        """These families' own names are the canonical ones; a tied head and position buffers are not needed."""
+        """These families' own names are the canonical ones; a tied head and position buffers are
+        not needed."""
         if name == "lm_head.weight" and self.hf_config().get("tie_word_embeddings"):
             return None
         return None if name.endswith("rotary_emb.inv_freq") else name

@@ -1,4 +1,5 @@
-"""The Llama family: Llama 2 and 3 checkpoints without scaled positions, SmolLM2, TinyLlama and their like.
+"""The Llama family: Llama 2 and 3 checkpoints without scaled positions, SmolLM2, TinyLlama and
+their like.
 
 Names and numbers only.
 """
