@@ -14,7 +14,14 @@ __all__ = ["Bf16"]
 
 
 class Bf16:
-    """float32 masters; bfloat16 in the trainer's forward, in the engine and on the way between them."""
+    """float32 masters; bfloat16 in the trainer's forward, in the engine and on the way between
+    them.
+
+    bfloat16 has 8 bits of mantissa, so logits near 8 lie 0.06 apart, and two orders of addition can
+    round a logit either way. Measured on a CPU between the embedded engine and `transformers`: mean
+    0.045, max 0.41 nats on SmolLM2-135M (30 layers, 258 tokens); mean 0.03 on a two-layer model.
+    The budget is about twice that: it lets rounding pass and catches a wrong weight or position.
+    """
 
     master = "float32"
     compute = engine = export = "bfloat16"
@@ -23,9 +30,9 @@ class Bf16:
     class Config:
         """How far trainer and engine may differ."""
 
-        budget_max: float = 0.5
+        budget_max: float = 1.0
         """Largest difference of a token's log-prob, in nats."""
-        budget_mean: float = 0.02
+        budget_mean: float = 0.1
         """Largest mean difference over a step, in nats."""
 
     def __init__(self, config: Config, context: Context) -> None:
