@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles import ConfigError, Context, Engine, Handle, MilesError, Receipt, Trainer, WeightSyncError
+from miles import (
+    ConfigError,
+    Context,
+    Engine,
+    Handle,
+    MilesError,
+    Receipt,
+    Trainer,
+    WeightSyncError,
+)
 
 __all__ = ["Memory"]
 
@@ -21,12 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class Memory:
-    """Shared memory between local processes: one stream of named tensors, in buckets, proven by digest.
+    """Shared memory between local processes: one stream of named tensors, in buckets, proven by
+    digest.
 
-    Two buckets take turns: while engines copy one, the trainer fills the other. A bucket is a file in shared
-    memory, readable by this user alone, that loses its name as soon as it is made, so that nothing is left behind
-    however a process ends. Engines stage the whole stream, compare every tensor's digest, and only then switch,
-    between two forwards; a failure before that leaves the old version everywhere.
+    Two buckets take turns: while engines copy one, the trainer fills the other. A bucket is a file
+    in shared memory, readable by this user alone, that loses its name as soon as it is made, so
+    that nothing is left behind however a process ends. Engines stage the whole stream, compare
+    every tensor's digest, and only then switch, between two forwards; a failure before that leaves
+    the old version everywhere.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +47,8 @@ class Memory:
         bucket_bytes: int = 64 * 2**20
         """Bytes per bucket; a larger tensor gets a bucket of its own size."""
         directory: str = "/dev/shm"
-        """Where buckets lie; when it is missing or full, the run's directory is used, with a warning."""
+        """Where buckets lie; when it is missing or full, the run's directory is used, with a
+        warning."""
 
     def __init__(self, config: Config, context: Context) -> None:
         if config.bucket_bytes < 1:
@@ -63,13 +75,12 @@ class Memory:
 
         return MemoryReceiver(engine)
 
-    async def publish(
-        self, version: int, *, trainer: Handle, engines: Sequence[Handle]
-    ) -> Receipt:
+    async def publish(self, version: int, *, trainer: Handle, engines: Sequence[Handle]) -> Receipt:
         """Move the trainer's weights to every engine as `version`.
 
-        Raises `WeightSyncError` naming the tensors whose digests differ, or the engines that failed. Before the
-        last step, the switch, nothing changes anywhere; an engine that fails to switch keeps its old version.
+        Raises `WeightSyncError` naming the tensors whose digests differ, or the engines that
+        failed. Before the last step, the switch, nothing changes anywhere; an engine that fails to
+        switch keeps its old version.
         """
         began = time.perf_counter()
         if not engines:
@@ -86,30 +97,25 @@ class Memory:
 
     async def _stage(self, trainer: Handle, engines: Sequence[Handle]) -> tuple[str, int]:
         """Fill and copy buckets until the stream ends; its digest and size in bytes."""
-        copying: list[asyncio.Task[None]] = []
+        copying: asyncio.Task[None] | None = None
         slot, size, first = 0, 0, True
         try:
             while True:
-                answers = await trainer.call_all("sender.fill", slot, first)
-                bucket = answers[0]
+                bucket = (await trainer.call_all("sender.fill", slot, first))[0]
                 if bucket["notice"]:
                     _log.warning("%s", bucket["notice"])
                 size += sum(entry["bytes"] for entry in bucket["tensors"])
-                copying.append(
-                    asyncio.create_task(_everywhere(engines, "receiver.stage", bucket, first))
-                )
+                if copying is not None:  # one at a time and in order, as the digest is
+                    await copying
+                copying = asyncio.create_task(_everywhere(engines, "receiver.stage", bucket, first))
                 if bucket["digest"]:
-                    await copying.pop(0)
-                    if copying:
-                        await copying.pop(0)
+                    await copying
                     return bucket["digest"], size
-                if len(copying) == 2:  # the next slot to fill must have been copied out
-                    await copying.pop(0)
                 slot, first = 1 - slot, False
         finally:
-            for task in copying:
-                task.cancel()
-            await asyncio.gather(*copying, return_exceptions=True)
+            if copying is not None:
+                copying.cancel()
+                await asyncio.gather(copying, return_exceptions=True)
 
 
 async def _everywhere(engines: Sequence[Handle], target: str, *args: Any) -> None:
@@ -132,7 +138,8 @@ async def _everywhere(engines: Sequence[Handle], target: str, *args: Any) -> Non
 
 
 async def _quietly(calls: Sequence[Any]) -> None:
-    """Clean up after a fault that is already being raised; a worker that is gone has nothing to clean."""
+    """Clean up after a fault that is already being raised; a worker that is gone has nothing to
+    clean."""
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             _log.info("while cleaning up after a failed publish: %s", answer)

@@ -24,11 +24,13 @@ __all__ = ["MemoryReceiver", "MemorySender"]
 _ALIGNMENT = 64
 """Tensors start at multiples of this many bytes."""
 _BRIEF = 1 << 20
-"""Buckets below this many bytes are copied at once; larger ones in a thread, so that decoding goes on."""
+"""Buckets below this many bytes are copied at once; larger ones in a thread, so that decoding goes
+on."""
 
 
 class MemorySender:
-    """Half of the transport in a trainer worker. Every rank takes part in the export; rank 0 writes."""
+    """Half of the transport in a trainer worker. Every rank takes part in the export; rank 0
+    writes."""
 
     def __init__(
         self, trainer: Trainer, *, rank: int, bucket_bytes: int, directories: Sequence[str]
@@ -45,9 +47,10 @@ class MemorySender:
     def fill(self, slot: int, first: bool) -> dict[str, Any]:
         """Write the next tensors of the stream into bucket `slot`; `first` begins a new stream.
 
-        Returns `path`; `tensors`, each with `name`, `dtype`, `shape`, `offset`, `bytes` and `digest`; `digest`
-        of the whole stream, empty until its last bucket; `notice` for a person, or empty. Only rank 0's answer
-        says anything. Raises `WeightSyncError` when there is no room anywhere.
+        Returns `path`; `tensors`, each with `name`, `dtype`, `shape`, `offset`, `bytes` and
+        `digest`; `digest` of the whole stream, empty until its last bucket; `notice` for a person,
+        or empty. Only rank 0's answer says anything. Raises `WeightSyncError` when there is no room
+        anywhere.
         """
         if first:
             self.close()
@@ -130,7 +133,8 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """Half of the transport in an engine worker: stages a whole stream, then lets the engine switch."""
+    """Half of the transport in an engine worker: stages a whole stream, then lets the engine
+    switch."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -152,14 +156,15 @@ class MemoryReceiver:
             await asyncio.to_thread(self._copy, bucket)
 
     async def load(self, version: int, digest: str) -> None:
-        """Serve what was staged as `version`. Raises `WeightSyncError` when the stream is not the sender's."""
+        """Serve what was staged as `version`. Raises `WeightSyncError` when the stream is not the
+        sender's."""
         found = self._digest.end()
         staged, self._staged = self._staged, {}
         self._digest = _Digest()
         if found != digest:
             raise WeightSyncError(
-                f"transport memory: version {version}: {len(staged)} tensors arrived with digest {found}, "
-                f"{digest} was sent: one is missing, or they came in another order"
+                f"transport memory: version {version}: {len(staged)} tensors arrived with digest "
+                f"{found}, {digest} was sent: one is missing, or they came in another order"
             )
         await self._engine.load(version, _drain(staged))
 
@@ -170,6 +175,8 @@ class MemoryReceiver:
 
     def _copy(self, bucket: Mapping[str, Any]) -> None:
         tensors = bucket["tensors"]
+        # Held here, so that a copy that outlives a discarded stream cannot touch the next one.
+        staged, digest = self._staged, self._digest
         size = max(entry["offset"] + entry["bytes"] for entry in tensors)
         memory = _open(bucket["path"], size) if size else None
         differ = []
@@ -177,10 +184,11 @@ class MemoryReceiver:
             tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
             if entry["bytes"]:
                 tensor.copy_(_view(memory, entry))
-            # The copy is hashed, not the shared bytes: what is proven is what the engine will be given.
-            if self._digest.add(entry, _bytes(tensor)) != entry["digest"]:
+            # The copy is hashed, not the shared bytes: what is proven is what the engine will be
+            # given.
+            if digest.add(entry, _bytes(tensor)) != entry["digest"]:
                 differ.append(entry["name"])
-            self._staged[entry["name"]] = tensor
+            staged[entry["name"]] = tensor
         if differ:
             raise WeightSyncError(
                 f"transport memory: {len(differ)} tensors differ from what the trainer sent: "
@@ -193,7 +201,8 @@ class _Bucket:
 
     def __init__(self, directory: str, size: int) -> None:
         self.size = size
-        # mkstemp makes mode 0600 under an unguessable name, which is gone before anything is written.
+        # mkstemp makes mode 0600 under an unguessable name, which is gone before anything is
+        # written.
         descriptor, path = tempfile.mkstemp(prefix="miles-", dir=directory)
         try:
             os.unlink(path)
@@ -239,7 +248,8 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def _drain(staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hand tensors on and let go of each, so that a large model is not held twice for longer than needed."""
+    """Hand tensors on and let go of each, so that a large model is not held twice for longer than
+    needed."""
     for name in list(staged):
         yield name, staged.pop(name)
 
@@ -251,8 +261,8 @@ class _Digest:
         self._whole = hashlib.blake2b(digest_size=16)
 
     def add(self, entry: Mapping[str, Any], memory: Any) -> str:
-        """Digest of one tensor, counted into the whole. `memory` holds its bytes: a map from which `offset` and
-        `bytes` cut them, or exactly them."""
+        """Digest of one tensor, counted into the whole. `memory` holds its bytes: a map from which
+        `offset` and `bytes` cut them, or exactly them."""
         one = hashlib.blake2b(digest_size=16)
         shape = ",".join(map(str, entry["shape"]))
         one.update(f"{entry['name']}\0{entry['dtype']}\0{shape}\0".encode())
