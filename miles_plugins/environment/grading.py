@@ -89,13 +89,13 @@ class Grader:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-        self._children.append(child)
         if _line(child, _START_S) != b"ready\n":
             _end(child)
             raise EpisodeError(
                 f"environment {self._environment!r}: the grading process did not start; see its "
                 "output"
             )
+        self._children.append(child)
         return child
 
 

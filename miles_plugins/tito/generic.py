@@ -139,7 +139,7 @@ class Generic:
             if (self._directory / name).is_file():
                 shutil.copyfile(self._directory / name, directory / name)
         if self._own_template:
-            (directory / "chat_template.jinja").write_text(self._template)
+            (directory / "chat_template.jinja").write_text(self._template, encoding="utf-8")
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -263,7 +263,7 @@ def _template(config: Generic.Config, loaded: Any, directory: Path) -> str:
         path = Path(config.template)
         if not path.is_file():
             raise ConfigError(f"tito.template: no file {path}")
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     found = loaded.chat_template
     if isinstance(found, Mapping):  # several by name
         found = found.get("default")
@@ -283,7 +283,7 @@ def _eos_ids(directory: Path) -> set[int]:
         if not path.is_file():
             continue
         try:
-            value = json.loads(path.read_text()).get("eos_token_id")
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (json.JSONDecodeError, AttributeError) as error:
             raise ConfigError(f"tito generic: {path} is not a JSON object: {error}") from error
         found.update([value] if isinstance(value, int) else value or [])
