@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from miles import conformance, discovery, hookspecs, schema
 from miles.discovery import Entry
 from miles.errors import MilesError, PluginNotFound, choices
@@ -76,15 +73,15 @@ def print_list(registry: Registry, *, kind: str | None, as_json: bool) -> None:
         ]
         print(json.dumps(found, indent=1))
         return
-    table = Table("kind", "name", "distribution", "state", box=None, pad_edge=False)
-    for entry, state, _ in rows:
-        table.add_row(entry.kind, entry.name, entry.source, state)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
+    lines = [("kind", "name", "distribution", "state")]
+    lines += [(e.kind, e.name, e.source, state) for e, state, _ in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
     for detail in dict.fromkeys(
         detail for _, state, detail in rows if state not in ("ok", "blocked")
     ):
-        console.print("\n" + detail, markup=False)
+        print(f"\n{detail}")
 
 
 # ---------------------------------------------------------------- one of them
@@ -92,6 +89,9 @@ def print_list(registry: Registry, *, kind: str | None, as_json: bool) -> None:
 
 def print_component(registry: Registry, kind: str, name: str) -> None:
     """A component's docstring, keys with types, defaults and sentences, files, and origin."""
+    from rich.console import Console  # a tenth of what listing may cost, so not at the top
+    from rich.table import Table
+
     from miles.compose import Files
 
     entry = registry.entry(kind, name)
@@ -147,12 +147,11 @@ def print_hook(registry: Registry, kind: str, name: str) -> None:
     if name not in SPECIFIED:
         raise PluginNotFound(f"there is no hook {name!r}; {choices(name, SPECIFIED)}")
     function = getattr(hookspecs, name)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{name}{inspect.signature(function)}", style="bold", markup=False)
-    console.print(inspect.getdoc(function) or "", markup=False)
+    print(f"{name}{inspect.signature(function)}")
+    print(inspect.getdoc(function) or "")
     for plugin, names in registry.hooks().items():
         if name in names:
-            console.print(f"implemented by {plugin}", markup=False)
+            print(f"implemented by {plugin}")
 
 
 # ---------------------------------------------------------------- checking

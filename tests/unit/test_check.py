@@ -1,0 +1,229 @@
+"""What `miles check` refuses: the loop's keys, components, combinations, all at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from miles import Settings
+from miles.check import check, setting_faults
+from miles.config import compose
+from miles.plugins import Registry
+
+KEYS = ("experiment=grpo", "tito=bytes")
+
+
+def found(*overrides: str, **more) -> str:
+    """Faults of a one-stage run, joined."""
+    return "\n".join(check(compose([*KEYS, *overrides], **more)).faults)
+
+
+def local(tmp_path: Path, component: str) -> tuple[str, str]:
+    """Overrides that choose a component from a local file."""
+    file = tmp_path / "mine.py"
+    file.write_text(component + "\nmiles_components = {'environment': {'mine': Words}}\n")
+    return f"plugins=[{file}]", "environment=mine"
+
+
+def test_default_run_and_every_setting_of_it_are_good():
+    report = check(compose([]))
+    assert report.faults == ()
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": -1}, "steps: -1 is less than 0"),
+        ({"groups_per_step": 0}, "groups_per_step: 0 is less than 1"),
+        ({"samples_per_group": 0}, "samples_per_group: 0 is less than 1"),
+        ({"concurrency": 4}, "concurrency (4) is less than samples_per_group (8)"),
+        ({"capacity_factor": 0.5}, "capacity_factor: 0.5 is less than 1"),
+        ({"publish_every": 2}, "publish_every (2) is more than max_lag + 1 (1)"),
+        ({"publish_every": 4, "max_lag": 2}, "publish_every (4) is more than max_lag + 1 (3)"),
+        ({"max_lag": 1, "placement": "colocated"}, "max_lag (1) and placement=colocated"),
+        ({"temperature": 0.0}, "temperature: 0.0 is not above 0; 0 is greedy"),
+        ({"top_p": 0.0}, "top_p: 0.0 is not above 0"),
+        ({"top_p": 1.5}, "top_p: 1.5 is above 1"),
+        ({"temperature": float("nan")}, "temperature: nan is not above 0"),
+        ({"starved_after_s": 0.0}, "starved_after_s: 0.0 is not above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 is less than 1"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused(values, message):
+    faults = list(setting_faults(replace(Settings(), **values)))
+    assert len(faults) == 1
+    assert message in faults[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"publish_every": 3, "max_lag": 2},
+        {"max_lag": 4},
+        {"placement": "colocated"},
+        {"steps": 0},
+    ],
+)
+def test_setting_that_can_work_is_not(values):
+    assert list(setting_faults(replace(Settings(), **values))) == []
+
+
+def test_every_problem_is_told_in_one_go(tmp_path):
+    text = found(
+        "stpes=3",
+        "engine.rows=many",
+        "publish_every=9",
+        "model.init=load",
+        "model.path=/absent/model",
+        "resume=/absent/run",
+        f"plugins=[{tmp_path}/no.py]",
+    )
+    for part in (
+        "no key 'stpes'",
+        "rows: expected int",
+        "publish_every (9)",
+        "/absent/model",
+        "resume: /absent/run does not exist",
+        f"local plugin {tmp_path}/no.py: there is no such file",
+    ):
+        assert part in text
+
+
+def test_fault_of_both_stages_is_told_once():
+    report = check(compose(["top_p=2"]))
+    assert report.faults == ("top_p: 2.0 is above 1",)
+
+
+def test_fault_of_one_stage_names_it():
+    report = check(compose(["stages.grpo.top_p=2"]))
+    assert report.faults == ("stage grpo: top_p: 2.0 is above 1",)
+
+
+def test_data_file_that_is_missing_is_told():
+    assert "/absent.jsonl" in found("environment=dataset", "environment.path=/absent.jsonl")
+
+
+def test_prompt_longer_than_the_context_is_told():
+    text = found("max_new_tokens=251")
+    assert "environment 'arithmetic': the prompt of task" in text
+    assert "with max_new_tokens (251) do not fit the model's context of 256" in text
+
+
+def test_demonstrations_need_solutions(tmp_path, component):
+    overrides = local(tmp_path, component.replace(", solution=self.config.word", ""))
+    text = found(*overrides, "engine=demonstration", "algorithm=sft")
+    assert "environment 'mine': task '1' has no solution, which engine 'demonstration'" in text
+
+
+def test_environment_without_tasks_is_told(tmp_path, component):
+    overrides = local(tmp_path, component.replace("return [Task", "return [] and [Task"))
+    assert "environment 'mine': there are no training tasks" in found(*overrides)
+
+
+def test_environment_that_lies_about_its_protocol_is_told(tmp_path, component):
+    overrides = local(tmp_path, component.replace("def tasks(", "async def tasks("))
+    assert "tasks must not be a coroutine" in found(*overrides)
+
+
+def test_environment_that_cannot_be_built_hides_no_other_fault(tmp_path, component):
+    overrides = local(tmp_path, component.replace("self.config = config", "raise OSError('down')"))
+    text = found(*overrides, "evaluator.samples=-1", "top_p=2")
+    assert "cannot be built: OSError: down" in text
+    assert "top_p: 2.0 is above 1" in text
+    assert "selector" not in text
+
+
+def test_handler_with_more_ids_than_the_embedding_is_told():
+    text = found("model.vocab_size=100")
+    assert "tito 'bytes' has ids up to" in text
+    assert "embedding of model 'qwen3' has 100 rows" in text
+
+
+def test_handler_that_does_not_match_the_checkpoint_is_told(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"?": 0, "Two": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "qwen3", "vocab_size": 300, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = found("model.init=load", f"model.path={tmp_path}")
+    assert f"tito 'bytes' does not match the checkpoint {tmp_path}" in text
+    assert "by its tokenizer.json; model 'qwen3' names 'generic'" in text
+
+
+def test_stages_share_model_runtime_and_trackers():
+    plan = compose(["stages.grpo.model=llama", "stages.grpo.tracker=jsonl"])
+    text = "\n".join(check(plan).faults)
+    assert "stage grpo: model differs from that of stage sft" in text
+    assert "stage grpo: tracker differs from that of stage sft" in text
+
+
+def test_evaluator_without_a_sampling_engine_is_a_warning():
+    report = check(compose([*KEYS, "engine=demonstration", "algorithm=sft"]))
+    assert report.faults == ()
+    assert "no stage has an engine that samples" in report.warnings[0]
+
+
+def test_component_may_check_its_own_stage(tmp_path, component):
+    own = """
+    @classmethod
+    def check(cls, config, planned):
+        tito, model = planned.specs["tito"].name, planned.built["model"]
+        return [f"{config.word} {planned.settings.seed} {tito} {model.random} {planned.stage}"]
+"""
+    overrides = local(tmp_path, component + own)
+    assert "environment 'mine': yes 7 bytes True grpo" in found(*overrides, "seed=7")
+
+
+def test_plugins_may_check_a_stage(tmp_path):
+    file = tmp_path / "rule.py"
+    file.write_text(
+        "import miles\n@miles.hookimpl\ndef miles_check(config):\n"
+        '    return [f\'no {config["engine"]["name"]} on Sundays\']\n'
+    )
+    assert "no torch on Sundays" in found(f"plugins=[{file}]")
+
+
+def test_broken_hook_plugin_is_told(install):
+    install("fragile", {"miles": {"fragile": "fragile_hooks"}}, {"fragile_hooks.py": "1 / 0"})
+    assert "hook 'fragile' (fragile_hooks of fragile 1.0) cannot be imported" in found()
+
+
+def test_rewards_in_conflict_are_told(tmp_path):
+    files = []
+    for name in ("one", "two"):
+        file = tmp_path / f"{name}.py"
+        file.write_text("import miles\n@miles.hookimpl\ndef miles_rewards(): return {'r': len}\n")
+        files.append(str(file))
+    assert "reward 'r' is claimed by" in found(f"plugins=[{','.join(files)}]")
+
+
+def test_check_imports_no_torch_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    import subprocess
+    import sys
+
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import sys; from miles.check import check; from miles.config import compose; "
+        "assert not check(compose([])).faults; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_registry_of_the_plan_is_the_one_checked(install, component):
+    points = {"miles.environment": {"words": "words_mod:Words"}}
+    install("words", points, {"words_mod.py": component})
+    assert found("environment=words") == ""
+    text = found("environment=words", registry=Registry.load(block=["words"]))
+    assert "words 1.0 offers it, but MILES_PLUGINS or MILES_BLOCK leaves it out" in text
