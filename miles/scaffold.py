@@ -230,6 +230,7 @@ import logging
 import pytest
 from miles import ConfigError, Spec
 from miles.cli import main
+
 from $package.environment import score
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ def install(
             (folder / path).write_text(text)
             modules.add(path.split("/")[0].removesuffix(".py"))
         monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         return folder
 
     yield put
