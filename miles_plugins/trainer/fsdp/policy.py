@@ -92,9 +92,11 @@ def build(
             module.p = 0.0  # rollout has none, and log-probs must agree with it
     model.train()
     if recompute:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        # The first is the newer name; transformers 5 has had both.
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
+        enable({"use_reentrant": False, "preserve_rng_state": False})
     quicken(model)
     return Policy(model)
 

@@ -291,8 +291,8 @@ class Worker:
         if self.reference is None:
             if self.stage_step:
                 raise TrainerError(
-                    f"trainer fsdp: reference log-probs were first asked for after {self.stage_step}"
-                    " steps of the stage; the weights it began with are gone"
+                    f"trainer fsdp: reference log-probs were first asked for after "
+                    f"{self.stage_step} steps of the stage; the weights it began with are gone"
                 )
             self.reference = self.masters.snapshot()
         return self.reference

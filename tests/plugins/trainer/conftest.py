@@ -1,0 +1,62 @@
+"""A tiny trainer, and batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from miles import Batch, Settings, Term, flatten
+from miles.testing import context, make_sample
+from miles_plugins.model.qwen3 import Qwen3
+from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp32 import Fp32
+from miles_plugins.trainer.fsdp import Fsdp
+
+SIZES = ((3, 6), (1, 4), (5, 2), (2, 9), (4, 1), (3, 3))
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
+    """Build an `Fsdp` over a random Qwen3; keywords are its Config's, plus seed, steps,
+    temperature, precision."""
+
+    def make(*, seed=0, steps=10, temperature=1.0, precision="fp32", model=None, **fields):
+        settings = Settings(steps=steps, temperature=temperature)
+        around = context(tmp_path, settings=settings)
+        recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
+        made = Qwen3(
+            Qwen3.Config(**(model or {"hidden_size": 32, "intermediate_size": 48})), around
+        )
+        return Fsdp(
+            Fsdp.Config(**{"lr": 1e-3, **fields}),
+            context(
+                tmp_path,
+                settings=settings,
+                seed=seed,
+                model=made,
+                precision=recipe(recipe.Config(), around),
+            ),
+        )
+
+    return make
+
+
+@pytest.fixture
+def tokens():
+    """A handful of samples, sampled at version 0 with noise for log-probs."""
+    return flatten([make_sample(p, c, seed=i) for i, (p, c) in enumerate(SIZES)])
+
+
+@pytest.fixture
+def make_batch(tokens) -> Callable[..., Batch]:
+    """A batch with a mean negative log-likelihood, unless terms are given."""
+
+    def make(*terms: Term, tokens=tokens):
+        mean = (tokens.trainable / tokens.trainable.sum()).astype(np.float32)
+        nll = Term(name="nll", function="miles.learn.losses:nll", weights=mean)
+        return Batch(tokens=tokens, terms=terms or (nll,))
+
+    return make

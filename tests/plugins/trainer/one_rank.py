@@ -1,0 +1,89 @@
+"""One rank of a small training job, for tests: `python one_rank.py RANK WORLD PORT DIRECTORY
+PRECISION`.
+
+Takes three steps, of which the last has fewer samples than there are ranks, saves, loads, takes one
+more, and writes what it saw to `rank_<r>.npz` below the directory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles import Batch, Settings, Term, flatten
+from miles.testing import context, make_sample
+from miles_plugins.model.qwen3 import Qwen3
+from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp32 import Fp32
+from miles_plugins.trainer.fsdp import Fsdp
+
+SIZES = ((3, 6), (1, 4), (5, 2), (2, 19), (4, 1), (3, 3), (2, 2))
+
+
+def batch(samples):
+    """A mean negative log-likelihood and an entropy bonus."""
+    tokens = flatten(samples)
+    mean = (tokens.trainable / tokens.trainable.sum()).astype(np.float32)
+    nll = Term(name="nll", function="miles.learn.losses:nll", weights=mean)
+    spread = Term(name="entropy", function="miles.learn.losses:entropy_bonus", weights=0.1 * mean)
+    return Batch(tokens=tokens, terms=(nll, spread))
+
+
+def main(rank: str, world: str, port: str, directory: str, precision: str) -> None:
+    """Run one rank."""
+    settings = Settings()
+    around = context(directory)
+    shape = Qwen3.Config(hidden_size=32, intermediate_size=48)
+    recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
+
+    def build(seed=0):
+        return Fsdp(
+            Fsdp.Config(
+                lr=1e-2,
+                weight_decay=0.1,
+                grad_clip=0.5,
+                micro_batch_tokens=24,
+                activation_checkpointing=precision == "bf16",
+            ),
+            context(
+                directory,
+                settings=settings,
+                seed=seed,
+                rank=int(rank),
+                world=int(world),
+                master=f"127.0.0.1:{port}",
+                model=Qwen3(shape, around),
+                precision=recipe(recipe.Config(), around),
+            ),
+        )
+
+    samples = [make_sample(p, c, seed=i) for i, (p, c) in enumerate(SIZES)]
+    trainer = build()
+    first = trainer.logprobs(flatten(samples), "reference")
+    updates = [trainer.step(batch(samples)) for _ in range(2)]
+    updates.append(trainer.step(batch(samples[:1])))
+    trainer.save(Path(directory) / f"saved_{world}")
+    updates.append(trainer.step(batch(samples)))
+    resumed = build(seed=1)
+    resumed.load(Path(directory) / f"saved_{world}")
+    resumed.sleep()
+    resumed.wake()
+    again = resumed.step(batch(samples))
+    assert again.metrics == updates[-1].metrics, (again, updates[-1])
+    assert (resumed.logprobs(flatten(samples), "reference") == first).all()
+    weights = {name: tensor.float().clone() for name, tensor in resumed.export()}
+    for name, tensor in trainer.export():
+        assert torch.equal(tensor.float(), weights[name]), name
+    found = {f"weight/{name}": tensor.numpy() for name, tensor in weights.items()}
+    for number, update in enumerate(updates):
+        found |= {f"{number}/{name}": np.array(v) for name, v in update.metrics.items()}
+    found["logprobs"] = resumed.logprobs(flatten(samples), "current")
+    found["reference"] = first
+    np.savez(Path(directory) / f"rank_{rank}_of_{world}.npz", **found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
