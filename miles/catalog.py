@@ -119,7 +119,8 @@ def print_component(registry: Registry, kind: str, name: str) -> None:
     hooks = {
         plugin: names
         for plugin, names in registry.hooks().items()
-        if f"miles_make_{kind}" in names or plugin.endswith(f"({entry.source})")
+        if f"miles_make_{kind}" in names
+        or (entry.distribution != "miles" and plugin.endswith(f"({entry.source})"))
     }
     for plugin, names in hooks.items():
         console.print(f"\nhooks of {plugin}: {', '.join(names)}", markup=False, soft_wrap=True)

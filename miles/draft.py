@@ -215,7 +215,7 @@ class Draft:
                 model = self.component(models[0]) if models else None
                 if model is None:
                     return None  # told with the model
-                part.name, part.origin = str(model.tito), f"model {models[0].name!r}"
+                part.name, part.origin = _handler(model, models[0]), f"model {models[0].name!r}"
             return self._registry.component(part.kind, part.name)
         except MilesError as error:
             part.fault = f"{error.detail} ({part.origin})"
@@ -274,6 +274,18 @@ class Draft:
                     tree.put((*at, *path), value, origin)
         faults += _interpolate(tree)
         return tree, faults
+
+
+def _handler(model: type[Any], part: Part) -> str:
+    """The handler that a model wants, which may depend on how it is configured."""
+    choose = getattr(model, "choose_tito", None)
+    if choose is None:
+        return str(model.tito)
+    tree = Tree()
+    tree.put((), schema.defaults(model.Config), DEFAULT)
+    for path, (value, origin) in part.values.leaves.items():
+        tree.put(path, value, origin)
+    return str(choose(tree.nested()))
 
 
 def _keys(component: type[Any]) -> list[str]:

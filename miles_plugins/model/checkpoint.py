@@ -66,6 +66,11 @@ class Dense:
         self._hf: dict[str, Any] | None = None
 
     @classmethod
+    def choose_tito(cls, config: Mapping[str, Any]) -> str:
+        """A random model has no tokenizer, so it speaks bytes."""
+        return "bytes" if config.get("init") == "random" else cls.tito
+
+    @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
         """Whether a `config.json` has this family's `model_type`."""
         return config.get("model_type") == cls.family

@@ -225,8 +225,20 @@ def test_order_of_choice_and_value_does_not_matter(words):
 
 def test_tito_auto_is_the_models_handler():
     one = compose(["experiment=grpo"]).verify().stages[0]
-    assert one.specs["tito"].name == "generic"
+    assert one.specs["tito"].name == "bytes"
     assert one.origins["tito.name"] == "model 'qwen3'"
+    one = compose(["experiment=grpo", "model.init=load", "model.path=x"]).verify().stages[0]
+    assert one.specs["tito"].name == "generic"
+
+
+def test_tito_auto_of_a_model_without_a_choice_is_its_class_attribute(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from miles_plugins.model.qwen3 import Qwen3\n"
+        "class Own(Qwen3):\n    tito = 'generic'\n    choose_tito = None\n"
+        "miles_components = {'model': {'own': Own}}\n"
+    )
+    overrides = ["experiment=grpo", f"plugins=[{tmp_path}/own.py]", "model=own"]
+    assert compose(overrides).verify().stages[0].specs["tito"].name == "generic"
 
 
 def test_hydra_override_works_in_an_experiment(words, folder):
