@@ -110,7 +110,7 @@ def test_new_plugin_is_gone_when_blocked(elsewhere, installed):
         text=True,
         check=False,
     )
-    assert listed.returncode == 2
+    assert listed.returncode == 1
     assert "MILES_BLOCK" in listed.stdout + listed.stderr
 
 
