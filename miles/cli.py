@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.multirun:
         from miles.sweep import sweep
 
-        return sweep(args.overrides, folders=args.config_dir)
+        return sweep(args.overrides, registry=args.registry, folders=args.config_dir)
     from miles.check import check
 
     plan = _plan(args)

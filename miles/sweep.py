@@ -1,6 +1,7 @@
 """A sweep: every combination of overrides as a run of its own, one after the other.
 
-Each job is a fresh `miles run` process in its own directory; nothing is shared between them.
+Each job is a fresh `miles run` process in its own directory; nothing is shared between them. All
+jobs are checked before the first one starts.
 """
 
 from __future__ import annotations
@@ -13,26 +14,36 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from miles.check import check
 from miles.compose import expand, parse, quoted
+from miles.config import compose
+from miles.errors import ConfigError
+from miles.plugins import Registry
 
 __all__ = ["sweep"]
 
 
-def sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> int:
+def sweep(
+    overrides: Sequence[str],
+    *,
+    registry: Registry | None = None,
+    folders: Sequence[str] = (),
+) -> int:
     """Run every job and print a summary; 1 when any failed, 130 when interrupted.
 
     Values are swept as in Hydra: `a=1,2`, `a=range(0,4)`, `a=choice(x,y)`. A path is swept only
     with `choice`, because it may hold commas. Raises `ConfigError` for an override that cannot be
-    read.
+    read, and for the faults of any job.
     """
     jobs = expand([quoted(text) for text in overrides])
     given = next((o for o in reversed(overrides) if o.startswith("run.name=")), "")
     stem = str(parse(quoted(given)).value) if given else time.strftime("sweep-%Y%m%d-%H%M%S")
     options = [word for folder in folders for word in ("--config-dir", folder)]
+    _refuse_faulty(jobs, registry, folders)
     outcomes: list[tuple[str, str, int, float]] = []
     for number, job in enumerate(jobs):
         name = f"{stem}-{number}"
-        swept = " ".join(o for o in job if any(o not in other for other in jobs))
+        swept = _swept(job, jobs)
         print(f"miles: job {number + 1} of {len(jobs)}: {swept or 'one run'}", flush=True)
         words = [o for o in job if not o.startswith("run.name=")]
         began = time.monotonic()
@@ -50,6 +61,23 @@ def sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> int:
     if any(code == 130 for _, _, code, _ in outcomes):
         return 130
     return 1 if any(code for _, _, code, _ in outcomes) else 0
+
+
+def _swept(job: Sequence[str], jobs: Sequence[Sequence[str]]) -> str:
+    """What tells a job from the others."""
+    return " ".join(o for o in job if any(o not in other for other in jobs))
+
+
+def _refuse_faulty(
+    jobs: Sequence[Sequence[str]], registry: Registry | None, folders: Sequence[str]
+) -> None:
+    faults = [
+        f"job {number + 1} of {len(jobs)} ({_swept(job, jobs)}): {fault}"
+        for number, job in enumerate(jobs)
+        for fault in check(compose(job, registry=registry, folders=folders)).faults
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def _summary(outcomes: Sequence[tuple[str, str, int, float]], jobs: int) -> None:

@@ -444,13 +444,25 @@ def test_new_writes_clean_code(tmp_path):
 
 def test_sweep_runs_every_combination_and_fails_with_one(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    code = sweep(["top_p=2,3", "run.name=mine", "steps=0"])
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("a file, where runs want a folder")
+    code = sweep(["run.dir=choice(one,two)", "run.name=mine", "steps=0"])
     said = capfd.readouterr()
     assert code == 1
-    assert "job 1 of 2: top_p=2" in said.out
-    assert "top_p: 3.0 is above 1" in said.err
+    assert "job 1 of 2: run.dir=one" in said.out
+    assert "run.dir: cannot create two/mine-1" in said.err
     rows = [line.split() for line in said.out.splitlines() if line.startswith("mine-")]
-    assert [row[:3] for row in rows] == [["mine-0", "top_p=2", "2"], ["mine-1", "top_p=3", "2"]]
+    assert [row[:3] for row in rows] == [
+        ["mine-0", "run.dir=one", "2"],
+        ["mine-1", "run.dir=two", "2"],
+    ]
+
+
+def test_sweep_with_a_faulty_job_starts_none(miles, tmp_path):
+    code, out, err = miles("run", "-m", "top_p=0.5,3", "run.name=mine")
+    assert code == 2
+    assert "job 2 of 2 (top_p=3): top_p: 3.0 is above 1" in err
+    assert "job 1" not in out + err
 
 
 def test_sweep_reads_every_override_before_it_starts(miles):
