@@ -32,13 +32,20 @@ log = logging.getLogger("miles.run")
 
 def expand_resume(overrides: Sequence[str]) -> list[str]:
     """Overrides with those of the run that `resume=` names put first, so that a resume says only
-    what changes. Raises `CheckpointError`."""
+    what changes; choosing a component anew leaves out what was said of the old one. Raises
+    `CheckpointError`."""
     resume = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("resume=")), "")
     resume = resume.strip("'\"").replace("\\", "")
     if not resume:
         return list(overrides)
     _, _, config = recorded(resume)
-    return [*config["overrides"], *overrides]
+    keys = [o.partition("=")[0].lstrip("+~") for o in overrides]
+    kept = [
+        o
+        for o in config["overrides"]
+        if not any(f"{o.partition('=')[0].lstrip('+~')}.".startswith(f"{key}.") for key in keys)
+    ]
+    return [*kept, *overrides]
 
 
 def execute(plan: Any, registry: Any) -> int:
