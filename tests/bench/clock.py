@@ -36,6 +36,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def _name(pid: int) -> str:
+    """A worker's own name and its pid, or the program's and its pid."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    at = words.index("--name") + 1 if "--name" in words else 0
+    return f"{words[at]} {pid}"
+
+
 @miles.hookimpl
 def miles_run_started(directory: str, config: Mapping[str, Any]) -> None:
     """Open the file."""
@@ -58,7 +65,7 @@ def miles_step_finished(
         "trajectories": sum(len(group.trajectories) for group in groups),
         "sampled": sum(int(sample.sampled.sum()) for group in groups for sample in group.samples),
         "driver": driver,
-        "workers": {str(pid): cpu_seconds(pid) for pid in descendants(os.getpid())},
+        "workers": {_name(pid): cpu_seconds(pid) for pid in descendants(os.getpid())},
     }
     line["own"] = cpu_seconds(os.getpid()) - driver
     _out.write(json.dumps(line) + "\n")
@@ -90,12 +97,14 @@ def costs(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
         if before["stage"] != after["stage"] or before["workers"].keys() != after["workers"].keys():
             continue
         driver = after["driver"] - before["driver"] - before["own"]
-        workers = sum(after["workers"][pid] - before["workers"][pid] for pid in after["workers"])
+        each = {name: after["workers"][name] - before["workers"][name] for name in after["workers"]}
+        workers = sum(each.values())
         found.append(
             {
                 "driver": driver,
                 "workers": workers,
                 "total": driver + workers,
+                **{f"{name.split()[0]} worker": spent for name, spent in each.items()},
                 "wall": after["wall"] - before["wall"],
                 "trajectories": after["trajectories"],
                 "sampled": after["sampled"],

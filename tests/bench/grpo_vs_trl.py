@@ -231,8 +231,9 @@ def summary(trl: Sequence[float], miles: Sequence[Mapping[str, float]]) -> dict[
         print(f"{side:<8} {middle:>22.4f} {f'{low:.4f} to {high:.4f}':>20} {len(costs):>6}")
         result[side] = {"median_s": middle, "quartiles_s": [low, high], "steps": len(costs)}
     if miles:
-        parts = {k: statistics.median(step[k] for step in miles) for k in ("driver", "workers")}
-        print(f"miles: driver {parts['driver']:.4f}, workers {parts['workers']:.4f}")
+        names = [name for name in miles[0] if name == "driver" or name.endswith(" worker")]
+        parts = {name: statistics.median(step[name] for step in miles) for name in names}
+        print("miles: " + ", ".join(f"{name} {spent:.4f}" for name, spent in parts.items()))
         result["miles"]["parts_s"] = parts
     if "TRL" in result and "miles" in result:
         result["ratio"] = result["miles"]["median_s"] / result["TRL"]["median_s"]
