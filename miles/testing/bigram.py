@@ -67,7 +67,7 @@ class _Active:
 
 def _spans(versions: Sequence[int]) -> tuple[Span, ...]:
     edges = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
-    stops = [*edges[1:], len(versions)]
+    stops = [*edges[1:], len(versions)] if edges else []
     return tuple(
         Span(start=start, stop=stop, version=versions[start])
         for start, stop in zip(edges, stops, strict=True)

@@ -124,11 +124,10 @@ async def check_stop(case: Case) -> None:
     """After `stop`, which may be called twice, no process is left, and calls fail instead of
     hanging."""
     before = _descendants()
-    runtime = case.build()
-    handles = [await _start(case, runtime, name) for name in ("first", "second")]
-    await runtime.stop()
-    await _expect_gone(before, "after stop()")
-    await runtime.stop()
+    async with _runtime(case) as runtime:
+        handles = [await _start(case, runtime, name) for name in ("first", "second")]
+        await runtime.stop()
+        await _expect_gone(before, "after stop()")
     for handle in handles:
         with raises(MilesError, "calling a stopped worker"):
             await handle.call("precision.fingerprint", timeout=20)
