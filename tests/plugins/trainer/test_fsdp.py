@@ -341,6 +341,9 @@ def test_config_refuses_impossible_numbers_all_at_once(make_trainer):
 
 
 def test_the_module_of_the_entry_point_imports_no_torch():
-    code = "import sys, miles_plugins.trainer.fsdp\nprint({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, miles_plugins.trainer.fsdp\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

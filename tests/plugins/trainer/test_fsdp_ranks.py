@@ -47,7 +47,7 @@ def run(directory, world, precision):
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tmp_path, precision):
     """Losses, gradient norms, weights, log-probs, and an exact continuation from disk; one step has
-    fewer samples than ranks, micro-batches are small and unequal in number, and blocks are
+    fewer samples than ranks, micro-batches are unequal in number, and in bf16 blocks are
     recomputed."""
     alone = run_alone(tmp_path, precision)
     both = run(tmp_path, 2, precision)
