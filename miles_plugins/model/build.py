@@ -6,7 +6,6 @@ Never reaches for the network, and never lets a tensor that does not fit pass in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from miles import ConfigError
+from miles_plugins.model.headers import weight_files
 
 __all__ = ["causal_lm"]
 
@@ -37,7 +37,7 @@ def causal_lm(hf_config: Mapping[str, Any], directory: Path | None) -> nn.Module
     with no_init_weights():
         model = kind(config)
     model.tie_weights()
-    _fill(model, _files(directory))
+    _fill(model, weight_files(directory))
     return model
 
 
@@ -51,21 +51,6 @@ def _model_class(hf_config: Mapping[str, Any]) -> Any:
         f"model: architectures {list(names)} of model_type {hf_config.get('model_type')!r} are "
         f"not in transformers {transformers.__version__}"
     )
-
-
-def _files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [directory / name for name in names]
-    else:
-        files = [directory / "model.safetensors"]
-    absent = [str(path) for path in files if not path.is_file()]
-    if absent:
-        raise ConfigError(
-            f"model: {', '.join(absent)} does not exist; weights are read from safetensors only"
-        )
-    return files
 
 
 @torch.no_grad()

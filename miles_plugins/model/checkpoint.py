@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from miles import ConfigError, Context, Decoder
+from miles_plugins.model import headers
 
 __all__ = ["Dense"]
 
@@ -69,6 +70,22 @@ class Dense:
     def choose_tito(cls, config: Mapping[str, Any]) -> str:
         """A random model has no tokenizer, so it speaks bytes."""
         return "bytes" if config.get("init") == "random" else cls.tito
+
+    @classmethod
+    def check(cls, config: Config, planned: Any) -> list[str]:
+        """Tensors of the checkpoint that are missing, extra or of another shape, by its headers."""
+        model = planned.built.get("model")
+        if model is None or model.random:
+            return []
+        held = headers.shapes(headers.weight_files(model.directory()))
+        try:
+            wanted = dict(headers.dense_shapes(model.decoder()))
+        except ConfigError:
+            return []  # a shape that only another engine knows; the trainer accounts for it
+        found = headers.faults(held, wanted)
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        where = f"weights in {model.directory()} do not fit"
+        return [f"{where}: {'; '.join(found[:8])}{more}"] if found else []
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
