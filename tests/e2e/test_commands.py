@@ -41,7 +41,7 @@ def test_plugins_list_of_an_unknown_kind_names_the_kinds(miles):
 def test_plugins_show_explains_every_key(miles):
     ended = miles("plugins", "show", "trainer", "fsdp")
     assert ended.code == 0
-    for word in ("lr", "float", "miles.trainer", "miles"):
+    for word in ("lr", "float", "Peak learning rate", "of miles 0"):
         assert word in ended.out
 
 
