@@ -36,7 +36,8 @@ def _initial(vocab_size: int, seed: int) -> Array:
 
 def _log_softmax(logits: Array, axis: int = -1) -> Array:
     shifted = logits.astype(np.float64) - logits.max(axis=axis, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True))
+    normed: Array = shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True))
+    return normed
 
 
 def _cut(logprobs_V: Array, sampling: Sampling) -> Array | None:
@@ -175,7 +176,8 @@ class FakeEngine:
                 await self._changed.wait_for(lambda: self._open or active.aborted)
             if active.aborted:
                 return "abort"
-            last = self._draw(last, request.sampling, rng, active, script and script[index])
+            given = None if script is None else script[index]
+            last = self._draw(last, request.sampling, rng, active, given)
             if last in request.sampling.stop_ids:
                 return "stop"
         return "length"
@@ -354,12 +356,12 @@ class FakeTrainer:
     def save(self, directory: Path) -> None:
         """The tables and the version."""
         directory.mkdir(parents=True, exist_ok=True)
-        tables = {
-            "weight": self._weight_VV,
-            "reference": self._reference_VV,
-            "version": self.version,
-        }
-        np.savez(directory / "fake_trainer.npz", **tables)
+        np.savez(
+            directory / "fake_trainer.npz",
+            weight=self._weight_VV,
+            reference=self._reference_VV,
+            version=np.int64(self.version),
+        )
 
     def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """What `save` wrote; there is no optimizer, so `weights_only` leaves out the reference

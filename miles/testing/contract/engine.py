@@ -124,7 +124,7 @@ async def check_truncation(case: Case) -> None:
     expect(plain.truncated_logprobs is None, "nothing was cut, yet truncated_logprobs are given")
     for cut in ({"top_k": 5}, {"top_p": 0.6}, {"top_k": 50, "top_p": 0.9}):
         asked = _request(1, size=12)
-        asked = replace(asked, sampling=replace(asked.sampling, **cut))  # type: ignore[arg-type]
+        asked = replace(asked, sampling=replace(asked.sampling, **cut))
         completion = await engine.generate(asked)
         _expect_whole(completion, engine)
         truncated = completion.truncated_logprobs

@@ -54,8 +54,7 @@ def check_config_frozen(case: Case) -> None:
         f"{case.component.__qualname__} has no nested dataclass `Config`",
     )
     for cls in _nested(config):
-        options = cls.__dataclass_params__
-        expect(options.frozen, f"{cls.__qualname__} is not frozen")
+        expect(schema.frozen_dataclass(cls), f"{cls.__qualname__} is not frozen")
         expect("__slots__" in cls.__dict__, f"{cls.__qualname__} has no slots")
         positional = [f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only]
         expect(not positional, f"{cls.__qualname__}: {', '.join(positional)} not keyword-only")

@@ -207,7 +207,7 @@ def check_saved_tokenizer(case: Case) -> None:
         inapplicable("it saves no tokenizer")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         theirs = tokenizer.encode(text, add_special_tokens=False)
         ours = handler.encode(text).tolist()
