@@ -140,14 +140,17 @@ def load_component(entry: Entry) -> Any:
     def fail(manager: Any, point: EntryPoint, error: BaseException) -> None:
         raise _load_error(entry, error) from error
 
-    return Chosen(f"{HOOKS}.{entry.kind}", entry.name, on_load_failure_callback=fail).driver
+    try:
+        return Chosen(f"{HOOKS}.{entry.kind}", entry.name, on_load_failure_callback=fail).driver
+    except SystemExit as error:  # a module that leaves when imported must not take us with it
+        raise _load_error(entry, error) from error
 
 
 def load_hooks(entry: Entry) -> Any:
     """The module of hooks. Raises `PluginLoadError`."""
     try:
         return EntryPoint(entry.name, entry.target, HOOKS).load()
-    except Exception as error:  # importing is other people's code: any error is the plugin's
+    except (Exception, SystemExit) as error:  # importing is other people's code, and so its errors
         raise _load_error(entry, error) from error
 
 
@@ -191,7 +194,7 @@ def load_file(entry: Entry) -> ModuleType:
     sys.modules[entry.target] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # as above: the file is other people's code
+    except (Exception, SystemExit) as error:  # as above: the file is other people's code
         del sys.modules[entry.target]
         raise _load_error(entry, error) from error
     return module

@@ -127,6 +127,12 @@ def test_interpolation_reads_other_keys_and_keeps_its_origin():
     assert one.origins["run.name"] == "command line"
 
 
+def test_interpolation_works_in_a_path_that_was_quoted(monkeypatch):
+    monkeypatch.setenv("MINE", "/a b")
+    one = stage(quoted("run.dir=${oc.env:MINE}/runs, all"))
+    assert one.settings.run.dir == "/a b/runs, all"
+
+
 def test_interpolation_that_leads_nowhere_is_told():
     assert "run.name: '${sed}' cannot be resolved" in faults(*KEYS, "run.name=${sed}")
 

@@ -93,6 +93,17 @@ def test_component_that_raises_on_import_is_named_with_its_distribution_and_caus
     assert isinstance(caught.value.__cause__, OSError)
 
 
+def test_plugin_that_exits_on_import_is_a_load_error(install, tmp_path):
+    text = "raise SystemExit('needs a licence')"
+    points = {"miles.engine": {"quits": "quits_mod:Quits"}, "miles": {"quits": "quits_mod"}}
+    install("quits", points, {"quits_mod.py": text})
+    (tmp_path / "local_quits.py").write_text(text)
+    registry = Registry.load(files=[tmp_path / "local_quits.py"])
+    assert len(registry.broken) == 2
+    with pytest.raises(PluginLoadError, match=r"engine 'quits' .*SystemExit: needs a licence"):
+        registry.component("engine", "quits")
+
+
 def test_component_whose_attribute_is_missing_is_a_load_error(install):
     install("typo", {"miles.engine": {"typo": "typo_mod:Absent"}}, {"typo_mod.py": ""})
     with pytest.raises(PluginLoadError, match="has no attribute 'Absent'"):
