@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from miles.buffer import Buffer, Lease
@@ -127,6 +128,8 @@ async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any
     """One group: the environment's own `rollout` if it has one, otherwise independent attempts."""
     if (own := getattr(run.environment, "rollout", None)) is not None:
         tools = run.tools(lease, None, **how)
+        if samples:
+            tools = replace(tools, samples=samples)
         try:
             async with asyncio.timeout(run.settings.episode_timeout_s):
                 group: Group = await own(lease.task, tools)

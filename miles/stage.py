@@ -137,7 +137,8 @@ class Stage:
                 tito=self.tito,
                 engine=engine,
                 sampling=how,
-                seed=seed,
+                # several conversations of one attempt or group must not sample alike
+                seed=seed if key == name else derive_seed(seed, key),
                 solution=lease.task.solution,
                 max_len=max_len,
             )
