@@ -283,11 +283,6 @@ def _tools(case: Case, task: Task, *, samples: int) -> Tools:
     def conversation(key: str) -> LinearConversation:
         return LinearConversation(key=key, tito=tito, engine=engine, sampling=sampling, seed=5)
 
-    async def play(index: int) -> Trajectory:
-        made = conversation(f"{name}.{index}")
-        await made.turn(task.prompt)
-        return made.trajectory(reward=0.0)
-
     return Tools(
         id=name,
         group=0,
@@ -298,5 +293,4 @@ def _tools(case: Case, task: Task, *, samples: int) -> Tools:
         tito=tito,
         sandbox=None,
         conversation=conversation,
-        play=play if samples > 1 else None,
     )

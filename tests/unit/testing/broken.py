@@ -200,7 +200,11 @@ class _AtRollout(_Deeper):
     """Takes over a whole group."""
 
     async def rollout(self, task, tools):
-        made = [await tools.play(i) for i in range(tools.samples)]
+        made = []
+        for index in range(tools.samples):
+            conversation = tools.conversation(f"{tools.id}.{index}")
+            await conversation.turn(task.prompt)
+            made.append(conversation.trajectory(reward=float(index)))
         return Group(id=tools.group, task=task, trajectories=tuple(made))
 
 
