@@ -1,4 +1,4 @@
-"""Worker processes: built through the same registry, errors come back, nobody outlives its driver."""
+"""Worker processes: one registry builds them, errors come back, none outlives its driver."""
 
 from __future__ import annotations
 
