@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -92,7 +94,8 @@ def check(
         with tempfile.TemporaryDirectory(prefix="miles-contract-") as folder:
             around = context or Context(directory=Path(folder))
             try:
-                run(each, kind, name, registry, config=config, context=around)
+                with redirect_stdout(io.StringIO()):  # its own words are not ours
+                    run(each, kind, name, registry, config=config, context=around)
             except Inapplicable:
                 continue
             except Exception as error:  # noqa: BLE001 - whatever a component raises is its fault
