@@ -48,6 +48,8 @@ class Fsdp:
         """Largest global gradient norm; 0 does not clip."""
         micro_batch_tokens: int = 16384
         """Tokens of a forward and backward pass at most; a longer sample passes alone."""
+        share_prompts: bool = True
+        """Compute a prompt once that several samples of a micro-batch begin with."""
         activation_checkpointing: bool = False
         """Recompute each block in the backward pass instead of keeping its activations."""
         workers: int = 1

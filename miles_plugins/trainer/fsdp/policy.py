@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from miles import ConfigError, PluginLoadError, derive_seed
+from miles.learn.attention import ATTENTION, register_attention
 from miles.learn.layers import quicken
 from miles.learn.logprobs import token_logprobs
-from miles.learn.packing import ATTENTION, Layout, register_attention
+from miles.learn.packing import Layout
 
 __all__ = ["Policy", "build", "resolve"]
 

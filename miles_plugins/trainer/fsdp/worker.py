@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from miles import Array, Batch, Context, Term, Tokens, TrainerError, Update, choices
 from miles.learn import mismatch
-from miles.learn.packing import layout, micro_batches, shares, token_index
+from miles.learn.packing import Layout, layout, micro_batches, prompt_families, shares, token_index
 from miles_plugins.trainer.fsdp import state
 from miles_plugins.trainer.fsdp.optimizer import Masters, learning_rate
 from miles_plugins.trainer.fsdp.policy import build, resolve
@@ -39,8 +39,8 @@ class _Piece:
 
     index: Array
     """(tokens,) int64: its tokens' places in the batch."""
-    lengths: Array
-    """(samples,) int32."""
+    packing: Layout
+    """How they lie in one row."""
     idle: bool
     """Only keeps this rank in step with the others: none of its tokens count."""
 
@@ -127,7 +127,7 @@ class Worker:
         functions = [resolve(t.function, f"loss term {t.name!r}") for t in batch.terms]
         entropy = any(getattr(function, "needs_entropy", False) for function in functions)
         comparable_T = mismatch.comparable(batch.tokens, self.version)
-        for piece in self._pieces(batch.tokens.lengths):
+        for piece in self._pieces(batch.tokens):
             rows = np.flatnonzero(rows_T[piece.index]) if not piece.idle else np.zeros(0, np.int64)
             if not len(rows) and self.ranks.world == 1:
                 continue
@@ -217,28 +217,35 @@ class Worker:
 
     # ------------------------------------------------------------ forward
 
-    def _pieces(self, lengths_S: Array) -> Iterator[_Piece]:
+    def _pieces(self, tokens: Tokens) -> Iterator[_Piece]:
         """This rank's micro-batches, as many as any rank has: in FSDP all gather and reduce
         together."""
-        budget = self.config.micro_batch_tokens
+        lengths_S, budget = tokens.lengths, self.config.micro_batch_tokens
+        families_S, prompts_S = prompt_families(tokens.tokens, lengths_S, tokens.sampled)
+        if not self.config.share_prompts:
+            families_S = np.arange(len(lengths_S))
         dealt = shares(lengths_S, self.ranks.world)
-        cut = [micro_batches(lengths_S[share], budget) for share in dealt]
-        share, mine = dealt[self.ranks.rank], cut[self.ranks.rank]
-        for chosen in mine:
-            samples = share[chosen]
-            yield _Piece(token_index(lengths_S, samples), lengths_S[samples], idle=False)
+        cut = [micro_batches(lengths_S[own], budget, families_S[own]) for own in dealt]
+        own, mine = dealt[self.ranks.rank], cut[self.ranks.rank]
+        idle = max(map(len, cut)) - len(mine)
         shortest = np.argmin(lengths_S, keepdims=True)
-        for _ in range(max(map(len, cut)) - len(mine)):
-            yield _Piece(token_index(lengths_S, shortest), lengths_S[shortest], idle=True)
+        for samples in (*(own[chosen] for chosen in mine), *[shortest] * idle):
+            packing = layout(
+                lengths_S[samples],
+                self.ranks.device,
+                families_S=families_S[samples],
+                prompts_S=prompts_S[samples],
+            )
+            yield _Piece(token_index(lengths_S, samples), packing, idle=samples is shortest)
 
     def _forward(
         self, tokens: Tokens, piece: _Piece, rows: Array, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ids = tokens.tokens[piece.index].astype(np.int64)
         return self.policy(
-            self._tensor(ids)[None],
-            layout(piece.lengths, self.ranks.device),
-            self._tensor(rows - 1),
+            self._tensor(ids[piece.packing.source])[None],
+            piece.packing,
+            self._tensor(piece.packing.place[rows - 1]),
             self._tensor(ids[rows]),
             self.temperature,
             entropy,
@@ -272,7 +279,7 @@ class Worker:
         found_T = torch.zeros(len(tokens.tokens), device=self.ranks.device)
         rows_T = np.ones(len(tokens.tokens), np.bool_)
         rows_T[np.cumsum(tokens.lengths) - tokens.lengths] = False
-        for piece in self._pieces(tokens.lengths):
+        for piece in self._pieces(tokens):
             rows = np.flatnonzero(rows_T[piece.index])
             logprobs, _ = self._forward(tokens, piece, rows, False)
             if not piece.idle:

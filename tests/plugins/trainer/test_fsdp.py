@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from miles import ConfigError, PluginLoadError, Term, TrainerError
+from miles import ConfigError, PluginLoadError, Term, TrainerError, flatten
+from miles.testing import make_sample
 from miles_plugins.trainer.fsdp.optimizer import learning_rate
 
 
@@ -94,6 +95,28 @@ def test_micro_batches_change_nothing_but_rounding(make_trainer, make_batch, bud
         assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
     assert_same(weights(one), weights(cut), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("budget", [30, 1000])
+def test_sharing_prompts_changes_nothing_but_rounding(make_trainer, make_batch, budget):
+    made = [make_sample(5, 2 + i % 3, seed=i % 4) for i in range(12)]
+    prompts = [made[i % 4].tokens[:5] for i in range(12)]
+    samples = [
+        replace(s, tokens=np.concatenate([p, s.tokens[5:]]))
+        for s, p in zip(made, prompts, strict=True)
+    ]
+    tokens = flatten(samples)
+    trainers = [
+        make_trainer(share_prompts=share, micro_batch_tokens=budget) for share in (True, False)
+    ]
+    packed = [sum(len(p.packing.source) for p in t._worker._pieces(tokens)) for t in trainers]
+    assert packed[0] < packed[1] == len(tokens.tokens)
+    one, two = (t.logprobs(tokens, "current") for t in trainers)
+    np.testing.assert_allclose(one, two, atol=1e-5)
+    a, b = (t.step(make_batch(tokens=tokens)).metrics for t in trainers)
+    assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+    assert a["tokens/trained"] == b["tokens/trained"]
 
 
 def test_activation_checkpointing_changes_nothing(make_trainer, make_batch):

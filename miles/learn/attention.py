@@ -1,0 +1,169 @@
+"""Causal attention inside each sample of a packed row, in the form that `transformers` calls.
+
+Samples are padded inside buckets of like length, at a cost of samples × length² and not of tokens²,
+and no sample sees another. How a row was laid out is `packing`'s business.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from miles.learn.packing import Bucket, Layout
+
+__all__ = ["ATTENTION", "packed_attention", "register_attention"]
+
+ATTENTION = "miles_packed"
+"""The name under which `register_attention` tells `transformers` about `packed_attention`."""
+
+SHORT = 96
+"""Up to this length plain products beat a fused attention kernel on a CPU."""
+
+
+class _Spread(torch.autograd.Function):
+    """Packed rows to padded places. A place of padding never influences a real one, so its gradient
+    is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_TX: Tensor, gather: Tensor, pick: Tensor, add_up: bool) -> Tensor:
+        ctx.save_for_backward(gather, pick)
+        ctx.rows, ctx.add_up = len(rows_TX), add_up
+        return rows_TX.index_select(0, gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PX: Tensor) -> tuple[Tensor, None, None, None]:
+        gather, pick = ctx.saved_tensors
+        if not ctx.add_up:
+            return grad_PX.index_select(0, pick), None, None, None
+        grad_TX = grad_PX.new_zeros(ctx.rows, *grad_PX.shape[1:])
+        return grad_TX.index_add_(0, gather, grad_PX), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Padded places to packed rows; the gradient of a place that nobody picks is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, places_PX: Tensor, pick: Tensor) -> Tensor:
+        ctx.save_for_backward(pick)
+        ctx.places = len(places_PX)
+        return places_PX.index_select(0, pick)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TX: Tensor) -> tuple[Tensor, None]:
+        (pick,) = ctx.saved_tensors
+        grad_PX = grad_TX.new_zeros(ctx.places, *grad_TX.shape[1:])
+        return grad_PX.index_copy_(0, pick, grad_TX), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sample of a packed row, as `transformers` calls it; returns (1,
+    T, H, D).
+
+    H query heads share K key heads. `packing` arrives through the model's keyword arguments.
+    Dropout is never applied: rollout has none, and log-probs must agree with it. Raises
+    `ValueError` for features that would change the result and are not computed here: soft-capped
+    scores and attention sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: packed attention has no soft cap and no sinks")
+    scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    # (T, heads, D): rows of tokens, as the projections made them
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    if packing.gather is not None:
+        # A query of a shared prompt is used once, wherever else it was spread to; its keys are used
+        # everywhere.
+        spread = functools.partial(_spread, packing)
+        query, key, value = (
+            spread(query, add_up=False),
+            spread(key, add_up=packing.shared),
+            spread(value, add_up=packing.shared),
+        )
+    sizes = [bucket.rows * bucket.width for bucket in packing.buckets]
+    parts = zip(
+        packing.buckets,
+        torch.split(query, sizes),
+        torch.split(key, sizes),
+        torch.split(value, sizes),
+        strict=True,
+    )
+    done = [_attend(bucket, q, k, v, scale, sliding_window) for bucket, q, k, v in parts]
+    out_PHD = done[0] if len(done) == 1 else torch.cat(done)
+    if packing.pick is not None:
+        out_PHD = _Collect.apply(out_PHD, packing.pick)  # type: ignore[no-untyped-call]
+    return out_PHD[None], None
+
+
+def _spread(packing: Layout, rows_TX: Tensor, *, add_up: bool) -> Tensor:
+    out: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+        rows_TX, packing.gather, packing.pick, add_up
+    )
+    return out
+
+
+def _attend(
+    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """One bucket of `packed_attention`: (rows × width, heads, D) in and out."""
+    S, L, (H, D), K = bucket.rows, bucket.width, query.shape[1:], key.shape[1]
+    q_SLHD, k_SLKD, v_SLKD = (x.reshape(S, L, x.shape[1], D) for x in (query, key, value))
+    window = window if window is not None and window < L else None
+    if query.is_cuda or L > SHORT:
+        mask = None if window is None else _hidden(L, 1, window, query.device) == 0
+        out_SHLD = F.scaled_dot_product_attention(
+            q_SLHD.transpose(1, 2),
+            k_SLKD.transpose(1, 2),
+            v_SLKD.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=H != K,
+        )
+        return out_SHLD.transpose(1, 2).reshape(S * L, H, D)
+    # Query heads that share a key head are stacked as more queries, so keys are never repeated.
+    G = H // K
+    q = q_SLHD.reshape(S, L, K, G, D).permute(0, 2, 3, 1, 4).reshape(S * K, G * L, D)
+    k, v = (x.transpose(1, 2).reshape(S * K, L, D) for x in (k_SLKD, v_SLKD))
+    hidden = _hidden(L, G, window, query.device).to(q.dtype)
+    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=scale)
+    work = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    out = torch.bmm(scores.softmax(-1, dtype=work).to(v.dtype), v)
+    return out.view(S, K, G, L, D).permute(0, 3, 1, 2, 4).reshape(S * L, H, D)
+
+
+@functools.lru_cache(maxsize=64)
+def _hidden(length: int, repeats: int, window: int | None, device: torch.device) -> Tensor:
+    """(repeats × length, length) float32: 0 where a query sees a key, -inf where it does not."""
+    place = torch.arange(length, device=device)
+    behind = place[:, None] - place
+    sees = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    zeros = torch.zeros(length, length, device=device)
+    return zeros.masked_fill_(~sees, float("-inf")).repeat(repeats, 1)
+
+
+def register_attention() -> None:
+    """Tell `transformers` of `packed_attention`. No mask function goes with it: without one, models
+    make no mask."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, packed_attention)
