@@ -187,10 +187,12 @@ class Buffer:
         """
         self._last_arrival = began = time.monotonic()
         seen = Counter(self.accounts.dropped)
+        self._evict()
         while True:
-            self._evict()
             if self._stopped:
                 return []
+            if len(self._ready) >= count or self._closed:
+                self._evict()  # stragglers may have been stale on arrival
             if len(self._ready) >= count:
                 return self._collect(count)
             if self._closed and not self.accounts.in_flight:

@@ -161,8 +161,8 @@ class Sample:
                 continue
             if len(values) != size or values.dtype != np.float32:
                 _fail(f"{name} has {len(values)} {values.dtype} values for {size} tokens")
-            if not np.isfinite(values).all():
-                _fail(f"{name} is not finite at token {int(np.argmin(np.isfinite(values)))}")
+            if np.count_nonzero(finite := np.isfinite(values)) != size:
+                _fail(f"{name} is not finite at token {int(np.argmin(finite))}")
         if self.experts is not None and len(self.experts) != size:
             _fail(f"{len(self.experts)} rows of experts for {size} tokens")
         self._check_spans()

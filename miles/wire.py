@@ -21,6 +21,7 @@ from miles import errors
 from miles.protocols import Spec
 from miles.settings import Settings
 from miles.types import (
+    Array,
     Batch,
     Completion,
     Drop,
@@ -63,19 +64,24 @@ _WIRE: tuple[type, ...] = (
     Skipped,
 )
 _CODES = {cls: code for code, cls in enumerate(_WIRE, start=1)}
-_DTYPES = {
-    str(np.dtype(d)): np.dtype(d)
+_DTYPES = tuple(
+    np.dtype(d)
     for d in ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
-}
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_HEADS = tuple(struct.Struct(f"<BB{dims}Q") for dims in range(8))  # type, dimensions, shape
+_AS_IT_IS = frozenset((str, int, float, bool, type(None), bytes, np.ndarray))
 
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        kind = str(value.dtype)
-        if kind not in _DTYPES:
-            raise TypeError(f"wire: an array of {kind} cannot cross a process; cast it first")
-        head = _plain.encode((kind, value.shape))
-        return msgspec.msgpack.Ext(_ARRAY, struct.pack("<H", len(head)) + head + value.tobytes())
+        kind = _DTYPE_CODES.get(value.dtype)
+        if kind is None:
+            raise TypeError(
+                f"wire: an array of {value.dtype} cannot cross a process; cast it first"
+            )
+        head = _HEADS[value.ndim].pack(kind, value.ndim, *value.shape)
+        return msgspec.msgpack.Ext(_ARRAY, head + value.tobytes())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):  # a frozen one
@@ -85,13 +91,22 @@ def _encode_array(value: Any) -> Any:
 
 def _decode_ext(code: int, data: memoryview) -> Any:
     if code == _ARRAY:
-        size = struct.unpack_from("<H", data)[0]
-        kind, shape = _plain_decoder.decode(data[2 : 2 + size])
-        # a copy: the frame's buffer goes away, and receivers may write
-        return np.frombuffer(data, _DTYPES[kind], offset=2 + size).reshape(shape).copy()
+        return _decode_array(data)
     if 1 <= code <= len(_DECODERS):
         return _DECODERS[code - 1].decode(data)
     raise ValueError(f"wire: unknown extension {code}")
+
+
+def _decode_array(data: memoryview) -> Array:
+    if len(data) < 2 or data[0] >= len(_DTYPES) or data[1] >= len(_HEADS):
+        raise ValueError("wire: an array's header is malformed")
+    head = _HEADS[data[1]]
+    if len(data) < head.size:
+        raise ValueError("wire: an array's header is malformed")
+    shape = head.unpack_from(data)[2:]
+    flat = np.frombuffer(data, _DTYPES[data[0]], offset=head.size)
+    # a copy: the frame's buffer goes away, and receivers may write
+    return flat.copy() if data[1] == 1 and shape[0] == len(flat) else flat.reshape(shape).copy()
 
 
 def _accept(expected: type, value: Any) -> Any:
@@ -100,8 +115,6 @@ def _accept(expected: type, value: Any) -> Any:
     raise ValueError(f"wire: expected {expected}, found {type(value).__name__}")
 
 
-_plain = msgspec.msgpack.Encoder()
-_plain_decoder = msgspec.msgpack.Decoder()
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_ext)
 _DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
@@ -111,16 +124,23 @@ _DECODERS: list[msgspec.msgpack.Decoder[Any]] = [
 
 def _wrap(value: Any) -> Any:
     """Mark dataclasses with their code, so that the other side rebuilds the same class."""
-    if is_dataclass(value):
-        code = _CODES.get(type(value))
-        if code is None:
-            raise TypeError(f"wire: a {type(value).__name__} cannot cross a process")
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if (code := _CODES.get(kind)) is not None:
         return msgspec.msgpack.Ext(code, _encoder.encode(value))
+    if is_dataclass(value):
+        raise TypeError(f"wire: a {kind.__name__} cannot cross a process")
     if isinstance(value, list | tuple):
         return [_wrap(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _wrap(item) for key, item in value.items()}
     return value
+
+
+def _frame(value: Any) -> bytes:
+    """`encode` for the calls and answers of a connection: a short list whose items are wrapped."""
+    return _encoder.encode([_wrap(item) for item in value])
 
 
 def encode(value: Any) -> bytes:
@@ -169,10 +189,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
 
-    def send(self, value: Any) -> None:
+    def send(self, value: list[Any]) -> None:
         """Queue one frame. Raises `TypeError` when the value cannot cross, before anything is
         queued."""
-        data = encode(value)
+        data = _frame(value)
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self.flush)
         self._outgoing += (struct.pack("<Q", len(data)), data)

@@ -122,7 +122,7 @@ class _Process:
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._last_seen = time.monotonic()
-        self._stopping = False
+        self._stopping = self._lost = False
         self._watch: asyncio.Task[None] | None = None
         self._connection = Connection(self._on_frame, self._on_lost)
         ours, theirs = socket.socketpair()
@@ -152,12 +152,12 @@ class _Process:
     async def call(
         self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        if self._stopping or self._process.poll() is not None:
+        if self._stopping or self._lost:
             raise self._dead(f"cannot call {target}")
         self._next += 1
         number = self._next
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._connection.send([number, target, list(args), kwargs])
+        self._connection.send([number, target, args, kwargs])
         self._open[number] = future
         try:
             if timeout is None:
@@ -185,6 +185,7 @@ class _Process:
             future.set_exception(error_from_wire(rest[0], self.name))
 
     def _on_lost(self) -> None:
+        self._lost = True
         self._fail_all("ended")
 
     def _fail_all(self, what: str) -> None:
