@@ -76,11 +76,13 @@ def component_faults(kind: str, component: Any) -> list[str]:
 
 def _depth(component: Any) -> list[str]:
     present = [d for d in _DEPTHS if _has(component, d)]
-    if len(present) != 1:
-        have = " and ".join(present) or "none of them"
-        return [f"must define exactly one of episode, play, rollout; it has {have}"]
-    arguments, coroutine = _DEPTHS[present[0]]
-    return _method(component, present[0], arguments, (), coroutine=coroutine)
+    if not present:
+        return ["must define at least one of episode, play, rollout; it has none of them"]
+    return [
+        fault
+        for depth in present
+        for fault in _method(component, depth, _DEPTHS[depth][0], (), coroutine=_DEPTHS[depth][1])
+    ]
 
 
 def _parameters(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -102,15 +102,17 @@ class Tools:
     conversation: Callable[[str], Conversation]
     """A fresh conversation under the given routing key."""
     play: Callable[[int], Awaitable[Trajectory]] | None = None
-    """In `rollout`: play attempt number i the default way, failures already turned into values."""
+    """In `rollout`, of an environment that also has `play` or `episode`: play attempt number i that
+    way, failures already turned into values."""
 
 
 @runtime_checkable
 class Environment(Protocol):
     """What a task is, how an episode unfolds, what it is worth.
 
-    Besides `tasks`, exactly one depth: `episode(task, seed) -> Episode`; or `async play(task, seed,
-    tools) -> Trajectory`; or `async rollout(task, tools) -> Group`.
+    Besides `tasks`, at least one depth: `episode(task, seed) -> Episode`; `async play(task, seed,
+    tools) -> Trajectory`; `async rollout(task, tools) -> Group`. The deepest drives; it may use the
+    one before through its tools.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:

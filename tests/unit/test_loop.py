@@ -218,6 +218,24 @@ def test_loop_whole_group_depth() -> None:
     assert run.buffer.accounts.dropped == {"engine_error": 1}
 
 
+def test_loop_whole_group_depth_plays_attempts_the_shallower_way() -> None:
+    class Both(Environment):
+        async def rollout(self, task: Task, tools: Any) -> Group:
+            first = await tools.play(0)
+            again = await tools.play(1)
+            return Group(id=tools.group, task=task, trajectories=(first, again))
+
+    class Playing(Run):
+        def tools(self, lease: Lease, index: int | None, sampling: Any = None) -> Any:
+            made = super().tools(lease, index, sampling)
+            made.play = lambda i: loop.play(self, lease, i)  # type: ignore[arg-type]
+            return made
+
+    run = train(Playing(Both(), steps=1))
+    ids = [t.id for g, _ in run.finished for t in g.trajectories]
+    assert ids == ["g0.0", "g0.1", "g1.0", "g1.1"]
+
+
 def test_loop_episode_depth_drives_turns_until_done_or_the_limit() -> None:
     class Talk:
         def __init__(self, turns: int) -> None:

@@ -187,7 +187,7 @@ def test_component_class_of_another_shape_is_refused(install, component, old, ne
         (
             "def episode",
             "def nothing",
-            "exactly one of episode, play, rollout; it has none of them",
+            "at least one of episode, play, rollout; it has none of them",
         ),
         (
             "def episode(self, task, seed)",
@@ -196,8 +196,8 @@ def test_component_class_of_another_shape_is_refused(install, component, old, ne
         ),
         (
             "def tasks",
-            "async def rollout(self, task, tools): ...\n\n    def tasks",
-            "it has episode and rollout",
+            "def rollout(self, task, tools): ...\n\n    def tasks",
+            "rollout must be a coroutine",
         ),
     ],
 )
