@@ -47,6 +47,10 @@ class Arithmetic:
         final: bool = False
         """The last number in the text is the answer; off, the whole text must be the answer and
         nothing else."""
+        mistakes: float = 0.0
+        """Share of problems whose solution has one wrong digit: a careless teacher. Imitation then
+        samples right answers 1 - `mistakes` of the time, and only the reward leads further. Answers
+        and rewards are never wrong."""
         heldout_fraction: float = 0.1
         """Share of all problems that is never trained on."""
         train: int = 8192
@@ -110,8 +114,18 @@ class _Tasks(Sequence[Task]):
             id=problem,
             prompt=({"role": "user", "content": text},) if config.chat else text,
             answer=answer,
-            solution=answer,
+            solution=self._solution(problem, answer),
         )
+
+    def _solution(self, problem: str, answer: str) -> str:
+        """The answer, or for a share of the problems, chosen by their text, a wrong one."""
+        lot = derive_seed("mistake", problem)
+        if lot >= self._config.mistakes * 2**63:
+            return answer
+        places = [i for i, letter in enumerate(answer) if letter.isdigit()]
+        place = places[lot % len(places)]
+        wrong = (int(answer[place]) + 1 + lot // 64 % 9) % 10
+        return f"{answer[:place]}{wrong}{answer[place + 1 :]}"
 
     def _problem(self, number: int) -> tuple[str, int]:
         """The text of a numbered problem, and its result."""
@@ -137,6 +151,8 @@ def _check(config: Arithmetic.Config) -> None:
             f"{where}: heldout_fraction is {config.heldout_fraction}; at least 0 and below 1 is "
             "wanted"
         )
+    if not 0 <= config.mistakes <= 1:
+        raise ConfigError(f"{where}: mistakes is {config.mistakes}; 0 to 1 is wanted")
     if min(config.train, config.heldout) < 0:
         raise ConfigError(
             f"{where}: train is {config.train} and heldout {config.heldout}; neither may be "
