@@ -292,7 +292,7 @@ def _vocabulary(planned: Planned, registry: Registry) -> list[str]:
         return [
             f"tito {chosen.name!r} does not match the checkpoint {directory}: of {text!r}, token "
             f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} by its tokenizer.json; "
-            f"model {spec.name!r} names {model.tito!r}"
+            f"model {spec.name!r} names {model.tito!r}, which tito=auto would take"
         ]
     return []
 

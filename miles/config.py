@@ -242,8 +242,9 @@ def _stage(name: str, draft: Draft, registry: Registry) -> tuple[Stage | None, l
                 continue  # its fault is among those of the draft
             at = (kind, part.choice) if row.many else (kind,)
             config = converted(component.Config, at, f"{kind} {part.name!r}")
-            plain = schema.plain(config) if config is not None else {}
-            made.append(Spec(kind=kind, name=part.name, config=schema.freeze(plain)))
+            if config is not None:  # otherwise its faults are told, and nothing is built from it
+                frozen = schema.freeze(schema.plain(config))
+                made.append(Spec(kind=kind, name=part.name, config=frozen))
         if not row.optional and not draft.parts[kind]:
             known = ", ".join(registry.names(kind)) or "(none)"
             faults.append(f"{kind}: none is chosen; choose one with {kind}=NAME; valid: {known}")
@@ -251,8 +252,9 @@ def _stage(name: str, draft: Draft, registry: Registry) -> tuple[Stage | None, l
             specs[kind] = tuple(made)
             resolved[kind] = {s.name: s.config for s in made}
         else:
-            specs[kind] = made[0] if made else None
-            resolved[kind] = {"name": made[0].name, **made[0].config} if made else None
+            spec = specs[kind] = made[0] if made else None
+            as_given = tree.nested().get(kind)
+            resolved[kind] = {"name": spec.name, **spec.config} if spec else as_given
     if settings is None:
         return None, faults
     stage = Stage(

@@ -183,6 +183,19 @@ def test_component_may_check_its_own_stage(tmp_path, component):
     assert "environment 'mine': yes 7 bytes True grpo" in found(*overrides, "seed=7")
 
 
+def test_component_with_a_wrong_value_is_told_once_and_not_checked_further(tmp_path, component):
+    own = """
+    @classmethod
+    def check(cls, config, planned):
+        return ["asked in vain"]
+"""
+    overrides = local(tmp_path, component + own)
+    text = found(*overrides, "environment.times=often", "model.init=load", "model.layers=two")
+    assert text.count("times: expected int") == 1
+    assert text.count("layers: expected int") == 1
+    assert "in vain" not in text
+
+
 def test_plugins_may_check_a_stage(tmp_path):
     file = tmp_path / "rule.py"
     file.write_text(
