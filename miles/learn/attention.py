@@ -27,22 +27,23 @@ SHORT = 96
 
 class _Spread(torch.autograd.Function):
     """Packed rows to padded places. A place of padding never influences a real one, so its gradient
-    is 0."""
+    is 0; `back` names the one place of each row that has another, None when there may be
+    several."""
 
     @staticmethod
-    def forward(ctx: Any, rows_TX: Tensor, gather: Tensor, pick: Tensor, add_up: bool) -> Tensor:
-        ctx.save_for_backward(gather, pick)
-        ctx.rows, ctx.add_up = len(rows_TX), add_up
+    def forward(ctx: Any, rows_TX: Tensor, gather: Tensor, back: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gather, back)
+        ctx.rows = len(rows_TX)
         return rows_TX.index_select(0, gather)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_PX: Tensor) -> tuple[Tensor, None, None, None]:
-        gather, pick = ctx.saved_tensors
-        if not ctx.add_up:
-            return grad_PX.index_select(0, pick), None, None, None
+    def backward(ctx: Any, grad_PX: Tensor) -> tuple[Tensor, None, None]:
+        gather, back = ctx.saved_tensors
+        if back is not None:
+            return grad_PX.index_select(0, back), None, None
         grad_TX = grad_PX.new_zeros(ctx.rows, *grad_PX.shape[1:])
-        return grad_TX.index_add_(0, gather, grad_PX), None, None, None
+        return grad_TX.index_add_(0, gather, grad_PX), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -90,21 +91,20 @@ def packed_attention(
     scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
     # (T, heads, D): rows of tokens, as the projections made them
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
-    if packing.gather is not None:
-        # A query of a shared prompt is used once, wherever else it was spread to; its keys are used
-        # everywhere.
-        spread = functools.partial(_spread, packing)
-        query, key, value = (
-            spread(query, add_up=False),
-            spread(key, add_up=packing.shared),
-            spread(value, add_up=packing.shared),
-        )
-    sizes = [bucket.rows * bucket.width for bucket in packing.buckets]
+    if packing.pick is not None:
+        # A query is picked at one place, wherever else it was spread to. So are the keys of a token
+        # that belongs to one sample; those of a shared prompt are used, and have a gradient, at
+        # many.
+        query = _spread(query, packing.queries, packing.pick)
+        back = None if packing.shared else packing.pick
+        key, value = _spread(key, packing.keys, back), _spread(value, packing.keys, back)
+    asked = [bucket.rows * bucket.queries for bucket in packing.buckets]
+    held = [bucket.rows * bucket.width for bucket in packing.buckets]
     parts = zip(
         packing.buckets,
-        torch.split(query, sizes),
-        torch.split(key, sizes),
-        torch.split(value, sizes),
+        torch.split(query, asked),
+        torch.split(key, held),
+        torch.split(value, held),
         strict=True,
     )
     done = [_attend(bucket, q, k, v, scale, sliding_window) for bucket, q, k, v in parts]
@@ -114,24 +114,23 @@ def packed_attention(
     return out_PHD[None], None
 
 
-def _spread(packing: Layout, rows_TX: Tensor, *, add_up: bool) -> Tensor:
-    out: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
-        rows_TX, packing.gather, packing.pick, add_up
-    )
+def _spread(rows_TX: Tensor, gather: Tensor | None, back: Tensor | None) -> Tensor:
+    out: Tensor = _Spread.apply(rows_TX, gather, back)  # type: ignore[no-untyped-call]
     return out
 
 
 def _attend(
     bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """One bucket of `packed_attention`: (rows × width, heads, D) in and out."""
-    S, L, (H, D), K = bucket.rows, bucket.width, query.shape[1:], key.shape[1]
-    q_SLHD, k_SLKD, v_SLKD = (x.reshape(S, L, x.shape[1], D) for x in (query, key, value))
+    """One bucket of `packed_attention`: (rows × queries, H, D) and twice (rows × width, K, D) in,
+    (rows × queries, H, D) out."""
+    S, Q, L, (H, D), K = bucket.rows, bucket.queries, bucket.width, query.shape[1:], key.shape[1]
+    q_SQHD, k_SLKD, v_SLKD = query.view(S, Q, H, D), key.view(S, L, K, D), value.view(S, L, K, D)
     window = window if window is not None and window < L else None
-    if query.is_cuda or L > SHORT:
-        mask = None if window is None else _hidden(L, 1, window, query.device) == 0
-        out_SHLD = F.scaled_dot_product_attention(
-            q_SLHD.transpose(1, 2),
+    if bucket.at is None and (query.is_cuda or L > SHORT):
+        mask = None if window is None else _hidden(L, window, query.device) == 0
+        out_SHQD = F.scaled_dot_product_attention(
+            q_SQHD.transpose(1, 2),
             k_SLKD.transpose(1, 2),
             v_SLKD.transpose(1, 2),
             attn_mask=mask,
@@ -139,26 +138,33 @@ def _attend(
             scale=scale,
             enable_gqa=H != K,
         )
-        return out_SHLD.transpose(1, 2).reshape(S * L, H, D)
+        return out_SHQD.transpose(1, 2).reshape(S * Q, H, D)
     # Query heads that share a key head are stacked as more queries, so keys are never repeated.
     G = H // K
-    q = q_SLHD.reshape(S, L, K, G, D).permute(0, 2, 3, 1, 4).reshape(S * K, G * L, D)
+    q = q_SQHD.view(S, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(S * K, G * Q, D)
     k, v = (x.transpose(1, 2).reshape(S * K, L, D) for x in (k_SLKD, v_SLKD))
-    hidden = _hidden(L, G, window, query.device).to(q.dtype)
-    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=scale)
+    scores = torch.bmm(q * scale, k.transpose(1, 2)).view(S, H, Q, L)
+    if bucket.at is None:
+        scores += _hidden(L, window, query.device)
+    else:
+        scores += _hidden_at(bucket.at, L, window)[:, None]
     work = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-    out = torch.bmm(scores.softmax(-1, dtype=work).to(v.dtype), v)
-    return out.view(S, K, G, L, D).permute(0, 3, 1, 2, 4).reshape(S * L, H, D)
+    shares = scores.softmax(-1, dtype=work).to(v.dtype).view(S * K, G * Q, L)
+    out = torch.bmm(shares, v).view(S, K, G, Q, D)
+    return out.permute(0, 3, 1, 2, 4).reshape(S * Q, H, D)
 
 
 @functools.lru_cache(maxsize=64)
-def _hidden(length: int, repeats: int, window: int | None, device: torch.device) -> Tensor:
-    """(repeats × length, length) float32: 0 where a query sees a key, -inf where it does not."""
-    place = torch.arange(length, device=device)
-    behind = place[:, None] - place
-    sees = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    zeros = torch.zeros(length, length, device=device)
-    return zeros.masked_fill_(~sees, float("-inf")).repeat(repeats, 1)
+def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
+    """(length, length) float32: 0 where a query sees a key, -inf where it does not."""
+    return _hidden_at(torch.arange(length, device=device), length, window)
+
+
+def _hidden_at(at: Tensor, length: int, window: int | None) -> Tensor:
+    """(..., length) float32 for queries at positions `at` (...), as `_hidden`."""
+    behind = at[..., None] - torch.arange(length, device=at.device)
+    unseen = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    return torch.zeros(behind.shape, device=at.device).masked_fill_(unseen, float("-inf"))
 
 
 def register_attention() -> None:

@@ -115,14 +115,19 @@ class Bucket:
     """Consecutive samples of like length, which attention pads to one."""
 
     rows: int
-    """Samples."""
+    """Samples, S."""
     width: int
-    """Length of the longest."""
+    """Length of the longest: keys, L."""
+    queries: int
+    """Queries of the sample with most, Q; as many as keys unless shared prompts are left out."""
+    at: Tensor | None = None
+    """(S, Q) int64: each query's position in its sample; None when query and key positions are the
+    same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the N tokens of some samples lie in one packed row of T ≤ N tokens, and P padded
+    """How the N tokens of some samples lie in one packed row of T ≤ N tokens, and in padded
     places."""
 
     positions: Tensor
@@ -134,11 +139,14 @@ class Layout:
     place."""
     buckets: tuple[Bucket, ...]
     """For attention, in the order of the samples; their places lie one bucket after the other."""
-    gather: Tensor | None
-    """(P,) int64: the packed token at each padded place; None when they are the same."""
-    pick: Tensor | None
-    """(T,) int64: the padded place whose result each packed token takes; None when they are the
+    queries: Tensor | None
+    """(places,) int64: the packed token whose query is at each padded place; None when they are the
     same."""
+    keys: Tensor | None
+    """(places,) int64: the packed token whose key and value are at each padded place; None
+    likewise."""
+    pick: Tensor | None
+    """(T,) int64: the place among `queries` whose result each packed token takes; None likewise."""
     shared: bool
     """Whether some packed token is at several places."""
 
@@ -149,50 +157,65 @@ def layout(
     *,
     families_S: np.ndarray | None = None,
     prompts_S: np.ndarray | None = None,
+    trim: int = 0,
 ) -> Layout:
     """Lay samples of these lengths out in this order. Few buckets result when like lengths are
     neighbours.
 
     With `prompt_families`' answers for these samples, a prompt is laid down for the first of its
-    family only.
+    family only. Others need its keys, not its queries: these are left out of buckets no wider than
+    `trim`, at the price of a mask.
     """
     lengths_S = np.asarray(lengths_S, np.int64)
     total = int(lengths_S.sum())
-    ends_S = np.cumsum(lengths_S)
-    starts_S = ends_S - lengths_S
+    starts_S = np.cumsum(lengths_S) - lengths_S
     positions_N = np.arange(total) - np.repeat(starts_S, lengths_S)
     source = place = np.arange(total)
+    borrowed_S = np.zeros_like(lengths_S)
     if families_S is not None and prompts_S is not None:
         _, first, of = np.unique(families_S, return_index=True, return_inverse=True)
         owner_S = first[of]
-        if (owner_S != np.arange(len(lengths_S))).any():
-            borrowed_S = np.where(owner_S == np.arange(len(lengths_S)), 0, prompts_S)
-            own_N = positions_N >= np.repeat(borrowed_S, lengths_S)
-            source = np.flatnonzero(own_N)
-            place = np.cumsum(own_N) - 1
-            lent_N = np.repeat(starts_S[owner_S], lengths_S) + positions_N
-            place = np.where(own_N, place, place[np.minimum(lent_N, total - 1)])
-    runs = _runs(lengths_S.tolist())
-    buckets = tuple(Bucket(b - a, int(lengths_S[a:b].max())) for a, b in runs)
-    gather = pick = None
-    padded = sum(bucket.rows * bucket.width for bucket in buckets)
-    if padded != total or len(source) != total:
-        widths_S = np.repeat([b.width for b in buckets], [b.rows for b in buckets])
-        first_S = np.cumsum(widths_S) - widths_S  # (S,) int64: a sample's first padded place
+        borrowed_S = np.where(owner_S == np.arange(len(lengths_S)), 0, prompts_S)
+    shared = bool(borrowed_S.any())
+    if shared:
+        own_N = positions_N >= np.repeat(borrowed_S, lengths_S)
+        source = np.flatnonzero(own_N)
+        place = np.cumsum(own_N) - 1
+        lent_N = np.repeat(starts_S[owner_S], lengths_S) + positions_N
+        place = np.where(own_N, place, place[np.minimum(lent_N, total - 1)])
+    buckets, queries, keys, picks = [], [], [], []
+    places = 0
+    for a, b in _runs(lengths_S.tolist()):
+        length_s, start_s, width = lengths_S[a:b], starts_S[a:b], int(lengths_S[a:b].max())
+        skip_s = borrowed_S[a:b] if width <= trim else np.zeros_like(length_s)
+        count = max(1, int((length_s - skip_s).max()))
         # A padded place repeats its sample's last token: it lies after every real one, so causality
         # hides it.
-        column_P = np.arange(padded) - np.repeat(first_S, widths_S)
-        last_P = np.repeat(lengths_S - 1, widths_S)
-        gather = place[np.repeat(starts_S, widths_S) + np.minimum(column_P, last_P)]
-        pick = (np.repeat(first_S, lengths_S) + positions_N)[source]
+        last_s1 = (length_s - 1)[:, None]
+        at_sq = np.minimum(skip_s[:, None] + np.arange(count), last_s1)
+        key_sl = np.minimum(np.arange(width), last_s1)
+        queries.append(place[(start_s[:, None] + at_sq).ravel()])
+        keys.append(place[(start_s[:, None] + key_sl).ravel()])
+        own_sq = at_sq >= borrowed_S[a:b, None]
+        own_sq &= skip_s[:, None] + np.arange(count) < length_s[:, None]
+        picks.append(places + np.flatnonzero(own_sq))
+        places += own_sq.size
+        at = torch.from_numpy(at_sq).to(device) if skip_s.any() else None
+        buckets.append(Bucket(rows=b - a, width=width, queries=count, at=at))
+    plain = places == total and not shared
+
+    def tensor(parts: list[np.ndarray]) -> Tensor | None:
+        return None if plain else torch.from_numpy(np.concatenate(parts)).to(device)
+
     return Layout(
         positions=torch.from_numpy(positions_N[source])[None].to(device),
         source=source,
         place=place,
-        buckets=buckets,
-        gather=None if gather is None else torch.from_numpy(gather).to(device),
-        pick=None if pick is None else torch.from_numpy(pick).to(device),
-        shared=len(source) != total,
+        buckets=tuple(buckets),
+        queries=tensor(queries),
+        keys=tensor(keys),
+        pick=tensor(picks),
+        shared=shared,
     )
 
 

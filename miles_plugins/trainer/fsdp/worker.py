@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from miles import Array, Batch, Context, Term, Tokens, TrainerError, Update, choices
 from miles.learn import mismatch
+from miles.learn.attention import SHORT
 from miles.learn.packing import Layout, layout, micro_batches, prompt_families, shares, token_index
 from miles_plugins.trainer.fsdp import state
 from miles_plugins.trainer.fsdp.optimizer import Masters, learning_rate
@@ -235,6 +236,7 @@ class Worker:
                 self.ranks.device,
                 families_S=families_S[samples],
                 prompts_S=prompts_S[samples],
+                trim=SHORT if self.ranks.device.type == "cpu" else 0,
             )
             yield _Piece(token_index(lengths_S, samples), packing, idle=samples is shortest)
 

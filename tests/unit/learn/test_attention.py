@@ -99,13 +99,15 @@ def test_packed_attention_refuses_what_it_would_leave_out():
         attention.packed_attention(torch.nn.Identity(), q, q, q, None, packing=made, softcap=30.0)
 
 
-@pytest.mark.parametrize("short", [attention.SHORT, 0], ids=["products", "fused"])
-def test_a_shared_prompt_equals_a_repeated_one(monkeypatch, short):
-    """Hidden states and gradients, with families of unlike lengths and a sample that is all
-    prompt."""
+@pytest.mark.parametrize("name", ["qwen3", "sliding"])
+@pytest.mark.parametrize(("short", "trim"), [(96, 0), (96, 20), (96, 96), (0, 0)])
+def test_a_shared_prompt_equals_a_repeated_one(monkeypatch, name, short, trim):
+    """Hidden states and gradients, with families of unlike lengths and a sample that is all prompt;
+    with and without the prompt's queries, by products and by the fused kernel."""
     monkeypatch.setattr(attention, "SHORT", short)
     attention.register_attention()
-    model = tiny(*MODELS["qwen3"][:2], head_dim=8)
+    kind, config, more = MODELS[name]
+    model = tiny(kind, config, **more)
     model.set_attn_implementation(attention.ATTENTION)
     rows = [[1, 2, 3, 9], [1, 2, 3, 8, 7, 6], [4, 5], [1, 2, 3], [4, 9, 9], [1, 2, 3, 9, 9] * 8]
     prompts = [3, 3, 1, 3, 1, 3]
@@ -115,7 +117,7 @@ def test_a_shared_prompt_equals_a_repeated_one(monkeypatch, short):
     weight = torch.randn(len(tokens), 32, dtype=torch.float64)
     found = []
     for families in (np.arange(len(sizes)), kinds):
-        made = packing.layout(sizes, families_S=families, prompts_S=prompts)
+        made = packing.layout(sizes, families_S=families, prompts_S=prompts, trim=trim)
         model.zero_grad()
         ids = torch.from_numpy(tokens[made.source])[None]
         out = model.model(input_ids=ids, position_ids=made.positions, packing=made)

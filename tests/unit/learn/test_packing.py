@@ -94,14 +94,14 @@ def families(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(families(), st.booleans())
-def test_layout_puts_every_token_in_its_place(samples, share):
+@given(families(), st.booleans(), st.sampled_from([0, 10, 1000]))
+def test_layout_puts_every_token_in_its_place(samples, share, trim):
     """Packed tokens, their positions, and what each padded place holds and gives back."""
     tokens, sizes, sampled = samples
     kinds, prompts = packing.prompt_families(tokens, sizes, sampled)
     if not share:
         kinds = np.arange(len(sizes))
-    made = packing.layout(sizes, families_S=kinds, prompts_S=prompts)
+    made = packing.layout(sizes, families_S=kinds, prompts_S=prompts, trim=trim)
     row = tokens[made.source]
     position = np.concatenate([np.arange(size) for size in sizes])
     assert (row[made.place] == tokens).all()
@@ -111,22 +111,29 @@ def test_layout_puts_every_token_in_its_place(samples, share):
     assert made.shared == (lent > 0)
     rows = [bucket.width for bucket in made.buckets for _ in range(bucket.rows)]
     assert len(rows) == len(sizes)
-    if made.gather is None:
+    if made.pick is None:
         assert rows == sizes.tolist()
         return
-    places = np.split(made.gather.numpy(), np.cumsum(rows)[:-1])
+    keys = np.split(made.keys.numpy(), np.cumsum(rows)[:-1])
     first = np.cumsum(sizes) - sizes
-    for at, held, size in zip(first, places, sizes, strict=True):
+    for at, held, size in zip(first, keys, sizes, strict=True):
         assert (held[:size] == made.place[at : at + size]).all()
         assert (held[size:] == made.place[at + size - 1]).all()
-    assert (made.gather.numpy()[made.pick.numpy()] == np.arange(len(row))).all()
+    assert (made.queries.numpy()[made.pick.numpy()] == np.arange(len(row))).all()
+    # each query knows where in its sample it is
+    asked = [np.zeros(0, np.int64)]
+    for bucket in made.buckets:
+        shape = bucket.rows, bucket.queries
+        usual = np.broadcast_to(np.arange(bucket.queries), shape)
+        asked.append((usual if bucket.at is None else bucket.at.numpy()).ravel())
+        assert bucket.at is None or bucket.width <= trim
+    assert (np.concatenate(asked)[made.pick.numpy()] == made.positions[0].numpy()).all()
 
 
 def test_layout_of_equal_lengths_pads_nothing():
     made = packing.layout(np.array([4, 4, 4]))
-    assert made.gather is None
-    assert made.pick is None
-    assert made.buckets == (packing.Bucket(3, 4),)
+    assert made.queries is made.keys is made.pick is None
+    assert made.buckets == (packing.Bucket(rows=3, width=4, queries=4),)
 
 
 def test_layout_of_like_lengths_is_one_bucket_and_of_unlike_ones_several():
