@@ -141,17 +141,16 @@ def _attend(
         return out_SHQD.transpose(1, 2).reshape(S * Q, H, D)
     # Query heads that share a key head are stacked as more queries, so keys are never repeated.
     G = H // K
-    q = q_SQHD.view(S, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(S * K, G * Q, D)
-    k, v = (x.transpose(1, 2).reshape(S * K, L, D) for x in (k_SLKD, v_SLKD))
-    scores = torch.bmm(q * scale, k.transpose(1, 2)).view(S, H, Q, L)
+    q_SKGQD = (q_SQHD * scale).view(S, Q, K, G, D).permute(0, 2, 3, 1, 4)
+    q, k, v = q_SKGQD.reshape(S, K, G * Q, D), k_SLKD.transpose(1, 2), v_SLKD.transpose(1, 2)
+    scores = torch.matmul(q, k.transpose(2, 3))  # (S, K, G × Q, L)
     if bucket.at is None:
-        scores += _hidden(L, window, query.device)
+        scores.add_(_hidden(L, window, query.device).repeat(G, 1))
     else:
-        scores += _hidden_at(bucket.at, L, window)[:, None]
+        scores.add_(_hidden_at(bucket.at, L, window).repeat(1, G, 1)[:, None])
     work = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-    shares = scores.softmax(-1, dtype=work).to(v.dtype).view(S * K, G * Q, L)
-    out = torch.bmm(shares, v).view(S, K, G, Q, D)
-    return out.permute(0, 3, 1, 2, 4).reshape(S * Q, H, D)
+    out = torch.matmul(scores.softmax(-1, dtype=work).to(v.dtype), v)
+    return out.view(S, K, G, Q, D).permute(0, 3, 1, 2, 4).reshape(S * Q, H, D)
 
 
 @functools.lru_cache(maxsize=64)

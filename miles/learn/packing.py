@@ -8,6 +8,7 @@ does with a row is in `attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -110,16 +111,29 @@ def prompt_families(
     return families_S, prompts_S
 
 
+class _Rows(NamedTuple):
+    """Stretches of samples that attend, (rows,) int64 each."""
+
+    start: np.ndarray
+    """First token among the N: keys begin here."""
+    length: np.ndarray
+    """Keys."""
+    skip: np.ndarray
+    """Keys before the first query."""
+    own: np.ndarray
+    """Position from which on results are used; before it another row's are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive samples of like length, which attention pads to one."""
+    """Samples, or stretches of them, of like length, which attention pads to one."""
 
     rows: int
-    """Samples, S."""
+    """How many, S."""
     width: int
-    """Length of the longest: keys, L."""
+    """Keys of the longest, L."""
     queries: int
-    """Queries of the sample with most, Q; as many as keys unless shared prompts are left out."""
+    """Queries of that with most, Q; as many as keys unless shared prompts are left out."""
     at: Tensor | None = None
     """(S, Q) int64: each query's position in its sample; None when query and key positions are the
     same."""
@@ -163,8 +177,8 @@ def layout(
     neighbours.
 
     With `prompt_families`' answers for these samples, a prompt is laid down for the first of its
-    family only. Others need its keys, not its queries: these are left out of buckets no wider than
-    `trim`, at the price of a mask.
+    family only. The others need its keys, not its queries; when no sample is longer than `trim`
+    these are left out, at the price of a mask: prompts then attend by themselves.
     """
     lengths_S = np.asarray(lengths_S, np.int64)
     total = int(lengths_S.sum())
@@ -172,6 +186,7 @@ def layout(
     positions_N = np.arange(total) - np.repeat(starts_S, lengths_S)
     source = place = np.arange(total)
     borrowed_S = np.zeros_like(lengths_S)
+    owner_S = np.arange(len(lengths_S))
     if families_S is not None and prompts_S is not None:
         _, first, of = np.unique(families_S, return_index=True, return_inverse=True)
         owner_S = first[of]
@@ -183,25 +198,34 @@ def layout(
         place = np.cumsum(own_N) - 1
         lent_N = np.repeat(starts_S[owner_S], lengths_S) + positions_N
         place = np.where(own_N, place, place[np.minimum(lent_N, total - 1)])
-    buckets, queries, keys, picks = [], [], [], []
+    # What attends: each sample; where queries are trimmed, each prompt once and each sample without
+    # it.
+    parts = [_Rows(starts_S, lengths_S, np.zeros_like(lengths_S), borrowed_S)]
+    if prompts_S is not None and shared and int(lengths_S.max()) <= trim:
+        lender_S = np.unique(owner_S[borrowed_S > 0])
+        skip_S = np.where(np.isin(owner_S, lender_S), prompts_S, 0)
+        zeros = np.zeros_like(lender_S)
+        parts = [
+            _Rows(starts_S[lender_S], prompts_S[lender_S], zeros, zeros),
+            _Rows(starts_S, lengths_S, skip_S, skip_S),
+        ]
+    buckets, queries, keys = [], [], []
+    pick = np.empty(len(source), np.int64)
     places = 0
-    for a, b in _runs(lengths_S.tolist()):
-        length_s, start_s, width = lengths_S[a:b], starts_S[a:b], int(lengths_S[a:b].max())
-        skip_s = borrowed_S[a:b] if width <= trim else np.zeros_like(length_s)
-        count = max(1, int((length_s - skip_s).max()))
-        # A padded place repeats its sample's last token: it lies after every real one, so causality
-        # hides it.
-        last_s1 = (length_s - 1)[:, None]
-        at_sq = np.minimum(skip_s[:, None] + np.arange(count), last_s1)
-        key_sl = np.minimum(np.arange(width), last_s1)
-        queries.append(place[(start_s[:, None] + at_sq).ravel()])
-        keys.append(place[(start_s[:, None] + key_sl).ravel()])
-        own_sq = at_sq >= borrowed_S[a:b, None]
-        own_sq &= skip_s[:, None] + np.arange(count) < length_s[:, None]
-        picks.append(places + np.flatnonzero(own_sq))
-        places += own_sq.size
-        at = torch.from_numpy(at_sq).to(device) if skip_s.any() else None
-        buckets.append(Bucket(rows=b - a, width=width, queries=count, at=at))
+    for part in parts:
+        for a, b in _runs(part.length.tolist()):
+            start, length, skip = (x[a:b, None] for x in (part.start, part.length, part.skip))
+            width, count = int(length.max()), max(1, int((length - skip).max()))
+            # A padded place repeats the last token: it lies after every real one, so causality
+            # hides it.
+            at = np.minimum(skip + np.arange(count), length - 1)
+            queries.append(place[(start + at).ravel()])
+            keys.append(place[(start + np.minimum(np.arange(width), length - 1)).ravel()])
+            own = (at >= part.own[a:b, None]) & (skip + np.arange(count) < length)
+            pick[place[(start + at)[own]]] = places + np.flatnonzero(own)
+            places += own.size
+            where = torch.from_numpy(at).to(device) if skip.any() else None
+            buckets.append(Bucket(rows=b - a, width=width, queries=count, at=where))
     plain = places == total and not shared
 
     def tensor(parts: list[np.ndarray]) -> Tensor | None:
@@ -214,7 +238,7 @@ def layout(
         buckets=tuple(buckets),
         queries=tensor(queries),
         keys=tensor(keys),
-        pick=tensor(picks),
+        pick=tensor([pick]),
         shared=shared,
     )
 

@@ -109,25 +109,29 @@ def test_layout_puts_every_token_in_its_place(samples, share, trim):
     lent = sum(int(p) for p, k, i in zip(prompts, kinds, range(len(sizes)), strict=True) if k != i)
     assert len(row) == len(tokens) - lent
     assert made.shared == (lent > 0)
-    rows = [bucket.width for bucket in made.buckets for _ in range(bucket.rows)]
-    assert len(rows) == len(sizes)
     if made.pick is None:
-        assert rows == sizes.tolist()
+        assert not made.shared
+        assert [b.width for b in made.buckets for _ in range(b.rows)] == sizes.tolist()
         return
-    keys = np.split(made.keys.numpy(), np.cumsum(rows)[:-1])
-    first = np.cumsum(sizes) - sizes
-    for at, held, size in zip(first, keys, sizes, strict=True):
-        assert (held[:size] == made.place[at : at + size]).all()
-        assert (held[size:] == made.place[at + size - 1]).all()
+    # every packed token has one query, which sees the tokens of its sample up to itself and no
+    # other
     assert (made.queries.numpy()[made.pick.numpy()] == np.arange(len(row))).all()
-    # each query knows where in its sample it is
-    asked = [np.zeros(0, np.int64)]
-    for bucket in made.buckets:
-        shape = bucket.rows, bucket.queries
-        usual = np.broadcast_to(np.arange(bucket.queries), shape)
-        asked.append((usual if bucket.at is None else bucket.at.numpy()).ravel())
+    sees, at = [], []
+    held = np.split(made.keys.numpy(), np.cumsum([b.rows * b.width for b in made.buckets])[:-1])
+    for bucket, keys in zip(made.buckets, held, strict=True):
+        usual = np.broadcast_to(np.arange(bucket.queries), (bucket.rows, bucket.queries))
+        asked = usual if bucket.at is None else bucket.at.numpy()
+        for keys_L, asked_Q in zip(keys.reshape(bucket.rows, bucket.width), asked, strict=True):
+            sees += [keys_L[: i + 1].tolist() for i in asked_Q]
+            at += asked_Q.tolist()
         assert bucket.at is None or bucket.width <= trim
-    assert (np.concatenate(asked)[made.pick.numpy()] == made.positions[0].numpy()).all()
+    first = np.cumsum(sizes) - sizes
+    for sample, size in enumerate(sizes):
+        mine = made.place[first[sample] : first[sample] + size]
+        for position, packed in enumerate(mine):
+            chosen = made.pick[packed]
+            assert at[chosen] == position
+            assert sees[chosen] == mine[: position + 1].tolist()
 
 
 def test_layout_of_equal_lengths_pads_nothing():
