@@ -12,15 +12,21 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from miles.errors import RunError
+
 __all__ = ["Ledger", "fates"]
 
 
 class Ledger:
-    """Append-only `ledger.jsonl`."""
+    """Append-only `ledger.jsonl`; a line that a crash cut short is removed when it is opened."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
         self._path = path
+        self._file = path.open("ab")
+        whole = path.read_bytes().rfind(b"\n") + 1
+        if whole < self._file.tell():
+            self._file.truncate(whole)
+            self._file.seek(whole)
 
     @property
     def offset(self) -> int:
@@ -29,7 +35,7 @@ class Ledger:
 
     def write(self, *, step: int, started: int, ended: Iterable[tuple[int, str]]) -> None:
         """One step: how many groups were ever started, and (group id, fate) of those that ended
-        since. Synced."""
+        since. Synced. Raises `RunError` when it cannot be written."""
         by_fate: dict[str, list[int]] = defaultdict(list)
         for group, fate in ended:
             by_fate[fate].append(group)
@@ -41,9 +47,12 @@ class Ledger:
             self._append({"rolled_back": [offset, self.offset]})
 
     def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            raise RunError(f"ledger {self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file; safe to call twice."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import pytest
+
+from miles import RunError
 from miles.ledger import Ledger, fates
 
 
@@ -43,3 +48,32 @@ def test_ledger_ignores_a_line_cut_short(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"step":2,"trai')
     assert fates(path) == {0: ["trained"]}
+
+
+def test_ledger_after_a_crash_in_a_line_is_read_back_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.write(step=1, started=1, ended=[(0, "trained")])
+    kept = ledger.offset
+    ledger.write(step=2, started=2, ended=[(1, "trained")])
+    ledger.close()
+    with path.open("ab") as file:
+        file.write(b'{"step":3,"trai')
+    again = Ledger(path)
+    again.roll_back(kept)
+    again.write(step=2, started=2, ended=[(1, "length")])
+    again.close()
+    assert fates(path) == {0: ["trained"], 1: ["length"]}
+
+
+def test_ledger_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(RunError, match=r"ledger\.jsonl: cannot be written: No space left"):
+        ledger.write(step=1, started=1, ended=[(0, "trained")])
