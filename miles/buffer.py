@@ -143,19 +143,6 @@ class Buffer:
             self._end(group.id, drop.reason)
         self._changed.set()
 
-    def cancel(self, lease: Lease, reason: str) -> None:
-        """A group in flight will never come back. After `stop` its lease stays open, as if it had
-        never started: a resumed run starts it again."""
-        if lease.id not in self._running:
-            return
-        self._running_total -= self._running.pop(lease.id)
-        self.accounts.in_flight -= 1
-        if self._stopped:
-            self.accounts.started -= 1
-        else:
-            self._end(lease.id, reason)
-        self._changed.set()
-
     def _end(self, group: int, fate: str) -> None:
         del self._leases[group]
         if fate == "trained":
@@ -280,6 +267,21 @@ class Buffer:
     def stop(self) -> None:
         """Give the trainer nothing more: the run was interrupted."""
         self._stopped = True
+        self._changed.set()
+
+    def end(self) -> None:
+        """The stage is over: groups that were not trained on are dropped as `run_ended`. After
+        `stop` their leases stay open, as if they had never started: a resumed run starts them
+        again."""
+        left = [*self._running, *self._ready]
+        self._running.clear()
+        self._ready.clear()
+        self._running_total = self.accounts.in_flight = self.accounts.buffered = 0
+        if self._stopped:
+            self.accounts.started -= len(left)
+        else:
+            for group in left:
+                self._end(group, "run_ended")
         self._changed.set()
 
     def leases(self) -> list[Lease]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from miles.buffer import Buffer, Lease
 from miles.episode import check_reward
-from miles.errors import EpisodeTimeout, RolloutError, TokenMismatch
+from miles.errors import ContractError, EpisodeTimeout, RolloutError, TokenMismatch
 from miles.placement import Placement
 from miles.protocols import Conversation, Environment, Episode, Selector, Tools
 from miles.settings import Settings
@@ -87,6 +87,7 @@ async def train(run: Run) -> None:
             await publish(run)
             run.finish_step(step, groups, batch, update)
             await run.evaluate(step)
+    run.buffer.end()
 
 
 async def publish(run: Run) -> None:
@@ -114,11 +115,7 @@ async def produce(run: Run) -> None:
 
 
 async def _bring_back(run: Run, lease: Lease) -> None:
-    try:
-        group = await rollout(run, lease)
-    except asyncio.CancelledError:
-        run.buffer.cancel(lease, "run_ended")
-        raise
+    group = await rollout(run, lease)
     drop = run.judge(group)
     run.buffer.finish(group, drop)
     run.hook.group_finished(group=group, drop=drop)
@@ -133,11 +130,16 @@ async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any
         try:
             async with asyncio.timeout(run.settings.episode_timeout_s):
                 group: Group = await own(lease.task, tools)
-                return group
         except (RolloutError, TokenMismatch, TimeoutError) as error:
             failure = _as_drop(error, run.settings)
             failed = Trajectory(id=tools.id, samples=(), failure=failure)
             return Group(id=lease.id, task=lease.task, trajectories=(failed,))
+        if group.id != lease.id:
+            raise ContractError(
+                f"environment {type(run.environment).__name__}: rollout of task {lease.task.id!r} "
+                f"returned group {group.id}; tools.group is {lease.id}"
+            )
+        return group
     count = samples or run.settings.samples_per_group
     if count == 1:
         trajectories = [await play(run, lease, 0, **how)]

@@ -15,6 +15,7 @@ import pytest
 
 from miles import (
     Batch,
+    ContractError,
     Drop,
     EngineError,
     Group,
@@ -69,6 +70,7 @@ class Run:
             groups_per_step=self.settings.groups_per_step,
             samples_per_group=self.settings.samples_per_group,
             max_lag=self.settings.max_lag,
+            oversample=self.settings.oversample,
             until=self.settings.steps,
             starved_after_s=2.0,
         )
@@ -200,6 +202,38 @@ def test_loop_ends_when_the_tasks_run_out() -> None:
     assert kept.trained == [[0, 1], [2]]
     dropped = train(Run(Environment(), tasks=3, steps=10, last_batch="drop"))
     assert dropped.trained == [[0, 1]]
+    assert dropped.buffer.ended[-1] == (2, "run_ended")
+
+
+def test_loop_groups_left_at_the_end_are_dropped_and_none_is_lost() -> None:
+    run = train(Run(Environment(), steps=3, oversample=3))
+    accounts = run.buffer.accounts
+    assert accounts.trained == 6
+    assert accounts.dropped.keys() <= {"stale", "run_ended"} and accounts.dropped["run_ended"]
+    assert accounts.started == len(run.buffer.ended) == run.leased
+
+
+def test_loop_groups_in_flight_at_a_failure_stay_leased() -> None:
+    async def bug(task: Task, tools: Any) -> None:
+        if task.id == "1":
+            raise KeyError("a bug")
+        await asyncio.sleep(10)
+
+    run = Run(Environment(bug))
+    with pytest.raises(BaseExceptionGroup):
+        train(run)
+    assert [x.id for x in run.buffer.leases()] == [0, 1]
+    assert not run.buffer.ended
+
+
+def test_loop_group_under_another_id_is_named() -> None:
+    class Liar:
+        async def rollout(self, task: Task, tools: Any) -> Group:
+            return Group(id=7, task=task, trajectories=(trajectory("x", 0),))
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        train(Run(Liar()))
+    assert caught.group_contains(ContractError, match="Liar: rollout of task '0' returned group 7")
 
 
 def test_loop_whole_group_depth() -> None:
