@@ -130,6 +130,8 @@ async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any
         try:
             async with asyncio.timeout(run.settings.episode_timeout_s):
                 group: Group = await own(lease.task, tools)
+                for one in group.trajectories:
+                    _refuse_bad_reward(one, run.environment)
         except (RolloutError, TokenMismatch, TimeoutError) as error:
             failure = _as_drop(error, run.settings)
             failed = Trajectory(id=tools.id, samples=(), failure=failure)
@@ -158,6 +160,7 @@ async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
         async with asyncio.timeout(run.settings.episode_timeout_s):
             if (own := getattr(run.environment, "play", None)) is not None:
                 trajectory: Trajectory = await own(lease.task, tools.seed, tools)
+                _refuse_bad_reward(trajectory, run.environment)
                 return trajectory
             made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
             return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
@@ -185,6 +188,11 @@ async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, see
     """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 -
     seed."""
     return await rollout(run, Lease(id=-1 - seed, task=task), samples, sampling=sampling)
+
+
+def _refuse_bad_reward(trajectory: Trajectory, environment: Environment) -> None:
+    if trajectory.failure is None:
+        check_reward(trajectory.reward, type(environment).__qualname__)
 
 
 def _as_drop(error: Exception, settings: Settings) -> Drop:

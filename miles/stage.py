@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,16 +157,13 @@ class Stage:
         )
 
     def judge(self, group: Group) -> Drop | None:
-        """A failure, a reward that is no number, or what the selector says.
+        """A failure, or what the selector says.
 
         Raises `RunError` when every reward of a whole step's worth of groups was bad (they never
         train as zero), and when many steps' worth failed in a row for whatever reason.
         """
         self.selector.observe(group)
         drop = group.failure
-        if drop is None and not all(math.isfinite(t.reward) for t in group.trajectories):
-            bad = next(t for t in group.trajectories if not math.isfinite(t.reward))
-            drop = Drop(reason=BadReward.reason, detail=f"{bad.id}: reward is {bad.reward}")
         if drop is None:
             self.failures = self.bad_rewards = 0
             return self.selector.admit(group)  # type: ignore[no-any-return]

@@ -226,6 +226,26 @@ def test_loop_groups_in_flight_at_a_failure_stay_leased() -> None:
     assert not run.buffer.ended
 
 
+@pytest.mark.parametrize("reward", [None, float("nan")])
+@pytest.mark.parametrize("depth", ["play", "rollout"])
+def test_loop_reward_that_is_no_number_is_a_failure_at_every_depth(depth: str, reward: Any) -> None:
+    class Odd:
+        async def play(self, task: Task, seed: int, tools: Any) -> Trajectory:
+            return trajectory(tools.id, 0, reward if task.id == "0" else 1.0)
+
+        async def rollout(self, task: Task, tools: Any) -> Group:
+            made = trajectory("x", 0, reward if task.id == "0" else 1.0)
+            return Group(id=tools.group, task=task, trajectories=(made,))
+
+    if depth == "play":
+        del Odd.rollout
+    run = train(Run(Odd(), steps=1))
+    assert run.trained == [[1, 2]]
+    drop = run.finished[0][1]
+    assert drop is not None and drop.reason == "bad_reward"
+    assert "Odd': reward is" in drop.detail
+
+
 def test_loop_group_under_another_id_is_named() -> None:
     class Liar:
         async def rollout(self, task: Task, tools: Any) -> Group:
