@@ -22,6 +22,7 @@ from miles.learn import mismatch
 from miles.learn.attention import SHORT
 from miles.learn.packing import Layout, layout, micro_batches, prompt_families, shares, token_index
 from miles_plugins.trainer.fsdp import state
+from miles_plugins.trainer.fsdp.memory import keep_freed_memory
 from miles_plugins.trainer.fsdp.optimizer import Masters, learning_rate
 from miles_plugins.trainer.fsdp.policy import build, resolve
 from miles_plugins.trainer.fsdp.ranks import join, shard, whole
@@ -54,6 +55,8 @@ class Worker:
             torch.set_num_threads(config.threads)
         self.config, self.context = config, context
         self.ranks = join(context, config.device)
+        if self.ranks.device.type == "cpu":
+            keep_freed_memory()
         compute = getattr(torch, context.precision.compute)
         self.policy = build(
             context.model.build(),
