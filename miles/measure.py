@@ -29,6 +29,13 @@ class Measure:
         self._health: Mapping[str, float] = {}
         self._health_before: Mapping[str, float] = {}
 
+    def begin(self) -> None:
+        """The first step begins: what went before (starting processes, the first publish and
+        evaluation) is no step's."""
+        self._seconds.clear()
+        self._step_began = time.perf_counter()
+        self._health_before = self._health
+
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
         """Add the time spent inside to `time/<what>_s` of the step."""

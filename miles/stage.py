@@ -17,7 +17,7 @@ import msgspec
 
 from miles import checkpoint, loop
 from miles.buffer import Buffer, Lease
-from miles.errors import BadReward, RunError
+from miles.errors import BadReward, RunError, WeightSyncError
 from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
@@ -27,7 +27,7 @@ from miles.seeds import derive_seed
 from miles.session.conversation import LinearConversation
 from miles.settings import Settings
 from miles.tracking import Tracking
-from miles.types import Batch, Drop, Group, Receipt, Sampling, Skipped, Task, Update, flatten
+from miles.types import Batch, Drop, Group, Receipt, Sampling, Score, Skipped, Task, Update, flatten
 
 __all__ = ["Shared", "Stage"]
 
@@ -78,6 +78,7 @@ class Stage:
         self.failures = 0  # groups that failed since the last one that did not
         self.bad_rewards = 0  # of those, for their reward
         self.interrupted = False
+        self.published = False  # whether the engine has had weights in this stage
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
@@ -104,6 +105,7 @@ class Stage:
     def steps(self) -> Iterable[int]:
         """Versions still to be made."""
         version = self.shared.version
+        self.measure.begin()
         while version < self.last and not self.interrupted:
             version += 1
             yield version
@@ -121,7 +123,7 @@ class Stage:
     def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
         """Everything one attempt may use. `sampling` is given by evaluations, which use the
         sampler."""
-        seed = derive_seed(self.settings.seed, self.name if lease.id < 0 else "rollout", lease.id)
+        seed = derive_seed(self.settings.seed, "evaluate" if lease.id < 0 else "rollout", lease.id)
         name = f"g{lease.id}"
         if index is not None:
             name, seed = f"{name}.{index}", derive_seed(seed, index)
@@ -184,16 +186,21 @@ class Stage:
         passes = {}
         if needs := self.algorithm.needs():
             tokens = flatten([s for g in groups for s in g.samples])
-            passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
+            async with self.placement.training():
+                with self.timing("train"):
+                    passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
         batch = await asyncio.to_thread(self.algorithm.prepare, groups, passes)
         replaced: Batch | None = self.hook.prepared(groups=groups, batch=batch)
         return replaced or batch
 
     async def send_weights(self) -> Receipt | None:
-        """To the rollout engine, when due."""
+        """To the rollout engine: every `publish_every` steps, and whatever the stage begins and
+        ends with."""
         version = self.trainer.version
-        if (version - self.first) % self.settings.publish_every:
+        edge = not self.published or version == self.last
+        if not edge and (version - self.first) % self.settings.publish_every:
             return None
+        self.published = True
         if not self.engine.samples:
             await self.engine.load(version, ())
             return Receipt(version=version, digest="", bytes=0, seconds=0.0)
@@ -202,9 +209,17 @@ class Stage:
         return receipt
 
     async def _publish_to(self, engine: RemoteEngine) -> Receipt:
-        receipt: Receipt = await self.transport.publish(
-            self.trainer.version, trainer=self.trainer.handle, engines=[engine.handle]
-        )
+        limit = self.settings.worker_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                receipt: Receipt = await self.transport.publish(
+                    self.trainer.version, trainer=self.trainer.handle, engines=[engine.handle]
+                )
+        except TimeoutError:
+            raise WeightSyncError(
+                f"publishing version {self.trainer.version} took longer than worker_timeout_s "
+                f"({limit:g} s)"
+            ) from None
         if receipt.digest:
             self.shared.tracking.moment("weights_published", msgspec.to_builtins(receipt))
         return receipt
@@ -219,12 +234,8 @@ class Stage:
         self.shared.evaluated = step
         self.buffer.hold()
         try:
-            if self.sampler is None:
-                results: Any = [Skipped(set="all", reason="no stage of this run samples tokens")]
-            else:
-                if not self.engine.samples:
-                    await self._publish_to(self.sampler)
-                results = await self.evaluator.evaluate(step, partial(loop.attempt, self))
+            with self.timing("eval_wait"):
+                results = await self._score(step)
         finally:
             self.buffer.release()
         for result in results:
@@ -234,6 +245,18 @@ class Stage:
                 data["skipped"] = data.pop("reason")
             self.shared.tracking.moment("evaluated", {"step": step, **data})
             self.hook.evaluated(step=step, result=result)
+
+    async def _score(self, version: int) -> Sequence[Score | Skipped]:
+        if self.sampler is None:
+            return [Skipped(set="all", reason="no stage of this run samples tokens")]
+        if not self.engine.samples:
+            await self._publish_to(self.sampler)
+        results: Sequence[Score | Skipped] = await self.evaluator.evaluate(
+            version, partial(loop.attempt, self)
+        )
+        if self.engine.samples:
+            self.measure.engine_health(await self.engine.health())
+        return results
 
     def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:
         """Account for the step on disk, then tell everyone."""
@@ -284,9 +307,9 @@ class Stage:
 
     async def save(self) -> Path:
         """One checkpoint of everything, now."""
-        self._write_ledger(self.shared.version)
-        folder = self.shared.directory / "checkpoints"
         version = self.trainer.version
+        self._write_ledger(version)
+        folder = self.shared.directory / "checkpoints"
 
         async def fill(directory: Path) -> Mapping[str, Any]:
             await self.trainer.save(directory)

@@ -1,0 +1,102 @@
+"""What a stage decides by itself: when weights are sent, which seeds attempts have, what counts as
+a step's time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles import Receipt, Sampling, Settings, Task, WeightSyncError
+from miles.buffer import Buffer, Lease
+from miles.stage import Shared, Stage
+
+
+class Transport:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    async def publish(self, version: int, **sides: Any) -> Receipt:
+        await asyncio.sleep(self.seconds)
+        return Receipt(version=version, digest="d", bytes=1, seconds=0.0)
+
+
+class Engine:
+    samples = True
+    handle = None
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+
+    async def health(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "busy_s": 0.0}
+
+
+class Evaluator:
+    async def evaluate(self, version: int, attempt: Any) -> Sequence[Any]:
+        await asyncio.sleep(0.02)
+        return []
+
+
+def made(tmp_path: Path, *, name: str = "grpo", version: int = 0, **keys: Any) -> Stage:
+    tracking = SimpleNamespace(moment=lambda name, data: None)
+    shared: Any = Shared(
+        directory=tmp_path, registry=SimpleNamespace(hook=None), runtime=None, ledger=None,  # type: ignore[arg-type]
+        tracking=tracking, config={}, version=version,  # type: ignore[arg-type]
+    )  # fmt: skip
+    stage = Stage(name=name, settings=Settings(**keys), shared=shared, first=0)
+    stage.trainer = SimpleNamespace(version=version, handle=None)  # type: ignore[assignment]
+    stage.transport, stage.evaluator = Transport(), Evaluator()
+    stage.engine = stage.sampler = Engine()
+    stage.tito = stage.sandbox = None
+    stage.buffer = Buffer(groups_per_step=1, samples_per_group=1)
+    return stage
+
+
+def test_stage_publishes_its_first_and_last_weights_whatever_publish_every(tmp_path: Path) -> None:
+    """A resume between two publishes has engines without any weights."""
+    stage = made(tmp_path, version=3, steps=7, publish_every=2, max_lag=1)
+
+    async def main() -> list[int]:
+        sent = []
+        for version in range(3, 8):
+            stage.trainer.version = version
+            if await stage.send_weights() is not None:
+                sent.append(version)
+        return sent
+
+    assert asyncio.run(main()) == [3, 4, 6, 7]
+
+
+def test_stage_publish_that_hangs_ends_with_what_it_waited_for(tmp_path: Path) -> None:
+    stage = made(tmp_path, worker_timeout_s=0.02)
+    stage.transport = Transport(seconds=60)
+    with pytest.raises(
+        WeightSyncError, match=r"version 0 took longer than worker_timeout_s \(0.02"
+    ):
+        asyncio.run(stage.send_weights())
+
+
+def test_stage_evaluations_have_the_same_seeds_in_every_stage(tmp_path: Path) -> None:
+    lease = Lease(id=-5, task=Task(id="t", prompt="x"))
+    seeds = {made(tmp_path, name=name).tools(lease, 0, Sampling()).seed for name in ("sft", "grpo")}
+    assert len(seeds) == 1
+    training = made(tmp_path).tools(Lease(id=5, task=lease.task), 0).seed
+    assert training not in seeds
+
+
+def test_stage_evaluation_is_timed_and_no_step_pays_for_what_went_before(tmp_path: Path) -> None:
+    stage = made(tmp_path, steps=2)
+    seconds = stage.measure._seconds
+    stage.engine.tokens = 50.0
+    asyncio.run(stage.evaluate(0))
+    assert seconds["eval_wait"] >= 0.02
+    before = time.perf_counter()
+    assert next(iter(stage.steps())) == 1
+    assert not seconds and stage.measure._step_began >= before
+    assert stage.measure._engine(1.0)["engine/tokens_per_s"] == 0.0
