@@ -27,6 +27,7 @@ from miles import (
 __all__ = ["Memory"]
 
 _log = logging.getLogger(__name__)
+_CLEANUP_S = 10.0  # a worker that hangs must not hold up the fault that is being raised
 
 
 class Memory:
@@ -89,8 +90,9 @@ class Memory:
             digest, size = await self._stage(trainer, engines)
             await _everywhere(engines, "receiver.load", version, digest)
         except (MilesError, asyncio.CancelledError):
-            await _quietly([trainer.call_all("sender.close")])
-            await _quietly([engine.call_all("receiver.discard") for engine in engines])
+            calls = [trainer.call_all("sender.close", timeout=_CLEANUP_S)]
+            calls += [e.call_all("receiver.discard", timeout=_CLEANUP_S) for e in engines]
+            await _quietly(calls)
             raise
         seconds = time.perf_counter() - began
         return Receipt(version=version, digest=digest, bytes=size, seconds=seconds)

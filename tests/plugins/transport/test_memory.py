@@ -7,6 +7,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles import ConfigError, Context, WeightSyncError
+from miles import ConfigError, Context, WeightSyncError, WorkerError
 from miles.testing import FakeHandle
 from miles_plugins.transport.memory import Memory
 
@@ -76,6 +77,30 @@ class Sides:
     def publish(self, version=1):
         work = self.driver.publish(version, trainer=self.trainer, engines=self.handles)
         return asyncio.run(work)
+
+
+def test_publish_that_is_given_up_does_not_wait_for_a_worker_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles_plugins.transport.memory._CLEANUP_S", 0.05)
+
+    class Hung(FakeHandle):
+        async def call_all(self, target, *args, timeout=None, **kwargs):
+            try:
+                async with asyncio.timeout(timeout):
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                raise WorkerError(f"{target} did not answer") from None
+
+    sides = Sides(tmp_path, _tensors())
+    hung = Hung("trainer")
+
+    async def main():
+        async with asyncio.timeout(0.05):
+            await sides.driver.publish(1, trainer=hung, engines=sides.handles)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert time.monotonic() - began < 5
 
 
 def _assert_same(sent, got):
