@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from miles.errors import CheckpointError
 
-__all__ = ["find", "newest", "prune", "read_state", "verify", "write"]
+__all__ = ["find", "newest", "prune", "read_state", "set_aside", "verify", "write"]
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{6,})")
@@ -35,16 +36,14 @@ async def write(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         state = await fill(partial)
-        (partial / "state.json").write_text(json.dumps(state, indent=1))
-        digests = {name: _digest(partial / name) for name in _files(partial)}
-        (partial / _MANIFEST).write_text(json.dumps(digests, indent=1))
-        for name in (*digests, _MANIFEST):
-            _sync(partial / name)
-        _sync(partial)
+        await asyncio.to_thread(_seal, partial, state)  # every byte is read: not in the event loop
+        replaced = folder / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():  # the same step again, after a resume
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         where = error.filename or partial
@@ -55,6 +54,15 @@ async def write(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+def _seal(partial: Path, state: Mapping[str, Any]) -> None:
+    """Add `state.json` and the manifest, and bring everything to the disk."""
+    (partial / "state.json").write_text(json.dumps(state, indent=1))
+    digests = {name: _digest(partial / name) for name in _files(partial)}
+    (partial / _MANIFEST).write_text(json.dumps(digests, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
 
 
 def verify(checkpoint: Path) -> None:
@@ -116,6 +124,16 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`; 0 keeps all."""
     for old in find(folder)[:-keep] if keep else ():
         shutil.rmtree(old)
+
+
+def set_aside(folder: Path, after: int) -> None:
+    """Rename checkpoints of steps beyond `after` to `step_<step>.rolled_back`: a run that continues
+    from `after` comes to other weights, and the newest must be its own."""
+    for later in find(folder):
+        if int(later.name[5:]) > after:
+            aside = later.with_name(f"{later.name}.rolled_back")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class _Run:
     def _announce(self, shared: Shared, state: Mapping[str, Any]) -> None:
         if state:
             shared.ledger.roll_back(state["ledger_offset"])
+            checkpoint.set_aside(self.directory / "checkpoints", after=state["version"])
         shared.tracking.moment(
             "run_started",
             {

@@ -86,6 +86,25 @@ def test_checkpoint_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.find(tmp_path)] == ["step_000002", "step_000030"]
 
 
+def test_checkpoint_of_lost_weights_is_not_the_newest_after_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        write(folder, step)
+    checkpoint.set_aside(folder, after=10)
+    assert checkpoint.newest(tmp_path).name == "step_000010"
+    write(folder, 15)
+    assert checkpoint.newest(tmp_path).name == "step_000015"
+    assert (folder / "step_000030.rolled_back" / "model" / "weights.bin").exists()
+
+
+def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 5, {"a": b"old"})
+    path = write(tmp_path, 5, {"a": b"new"})
+    checkpoint.verify(path)
+    assert (path / "a").read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such directory"):
         checkpoint.newest(tmp_path / "nothing")
