@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import signal
 import time
@@ -21,6 +22,7 @@ from miles.assemble import build
 from miles.directory import Directory, differences, recorded
 from miles.errors import ConfigError, MilesError, RunError
 from miles.ledger import Ledger
+from miles.plugins import compare_provenance
 from miles.protocols import Context
 from miles.schema import plain
 from miles.stage import Shared, Stage
@@ -121,7 +123,7 @@ class _Run:
         began, outcome = time.monotonic(), "failed"
         try:
             with self._signals():
-                self._announce(shared, state)
+                self._announce(shared, chosen, state)
                 outcome = await self._stages(shared, chosen, state)
             return 130 if outcome == "interrupted" else 0
         except asyncio.CancelledError:
@@ -143,7 +145,7 @@ class _Run:
             self._report()
             self.registry.hook.run_finished(directory=str(self.directory), outcome=outcome)
 
-    def _announce(self, shared: Shared, state: Mapping[str, Any]) -> None:
+    def _announce(self, shared: Shared, chosen: Path | None, state: Mapping[str, Any]) -> None:
         if state:
             shared.ledger.roll_back(state["ledger_offset"])
             checkpoint.set_aside(self.directory / "checkpoints", after=state["version"])
@@ -158,6 +160,10 @@ class _Run:
                 "config": self.config,
             },
         )
+        if chosen is not None:
+            before = json.loads((chosen / "plugins.json").read_text())
+            for line in compare_provenance(before, self.registry.provenance()):
+                shared.tracking.moment("warned", {"text": f"resume: {line}"})
         self.registry.hook.run_started(directory=str(self.directory), config=self.config)
 
     async def _stages(self, shared: Shared, chosen: Path | None, state: Mapping[str, Any]) -> str:
