@@ -47,13 +47,7 @@ def sweep(
         print(f"miles: job {number + 1} of {len(jobs)}: {swept or 'one run'}", flush=True)
         words = [o for o in job if not o.startswith("run.name=")]
         began = time.monotonic()
-        try:
-            code = subprocess.run(
-                [sys.executable, "-m", "miles", "run", *options, *words, f"run.name={name}"],
-                check=False,
-            ).returncode
-        except KeyboardInterrupt:
-            code = 130
+        code = _ended([sys.executable, "-m", "miles", "run", *options, *words, f"run.name={name}"])
         outcomes.append((name, swept, code, time.monotonic() - began))
         if code == 130:
             break
@@ -61,6 +55,20 @@ def sweep(
     if any(code == 130 for _, _, code, _ in outcomes):
         return 130
     return 1 if any(code for _, _, code, _ in outcomes) else 0
+
+
+def _ended(command: Sequence[str]) -> int:
+    """The job's exit code, 130 when interrupted. A Ctrl-C reaches the job as well; it is waited for
+    while it writes its checkpoint."""
+    interrupted = False
+    with subprocess.Popen(command) as job:
+        while True:
+            try:
+                code = job.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+            else:
+                return 130 if interrupted else code
 
 
 def _swept(job: Sequence[str], jobs: Sequence[Sequence[str]]) -> str:
