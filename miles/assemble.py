@@ -59,6 +59,7 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         capacity=round(settings.capacity_factor * settings.groups_per_step),
         take_order=settings.take_order,
         free_each_sample=_by_sample(settings),
+        retry_unused=settings.unused == "retry",
         version=shared.version,
         until=stage.last,
         starved_after_s=settings.starved_after_s,

@@ -62,6 +62,7 @@ class Buffer:
         capacity: int | None = None,
         take_order: str = "fifo",
         free_each_sample: bool = False,
+        retry_unused: bool = False,
         version: int = 0,
         until: int | None = None,
         starved_after_s: float = 120.0,
@@ -74,6 +75,8 @@ class Buffer:
         self.capacity = max(capacity or 2 * groups_per_step, groups_per_step)
         self.take_order = take_order
         self.free_each_sample = free_each_sample
+        self.retry_unused = retry_unused
+        self.unused: list[Task] = []  # of groups that grew too old, to attempt again
         self.starved_after_s = starved_after_s
         self.trainer_version = version
         self.published_version = version
@@ -162,6 +165,8 @@ class Buffer:
         for group in [g for g in self._ready.values() if self.staleness(g) > self.max_lag]:
             del self._ready[group.id]
             self.accounts.buffered -= 1
+            if self.retry_unused:
+                self.unused.append(group.task)
             self._end(group.id, "stale")
             self._changed.set()
 

@@ -43,8 +43,8 @@ class Settings:
     concurrency: int = 256
     """Trajectories in flight at most."""
     oversample: int = 0
-    """Groups started beyond what a step needs; the surplus is dropped as `surplus` when max_lag is
-    0."""
+    """Groups started beyond what a step needs; what the trainer has not taken when it grows older
+    than max_lag is dropped as `stale`."""
     granularity: Literal["auto", "group", "sample"] = "auto"
     """What frees a place: the whole group or each trajectory; auto is group when max_lag is 0."""
     capacity_factor: float = 2.0
@@ -52,7 +52,7 @@ class Settings:
     take_order: Literal["fifo", "freshest", "started"] = "fifo"
     """Which finished groups the trainer takes first."""
     unused: Literal["drop", "retry"] = "drop"
-    """What becomes of a task whose group grew too old."""
+    """What becomes of a task whose group grew too old: nothing, or it is attempted again."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Whether a last short batch is trained on when tasks run out."""
     publish_every: int = 1

@@ -111,10 +111,11 @@ class Stage:
             yield version
 
     def lease(self) -> Lease | None:
-        """A lease from before a resume, or the selector's next task under a new id."""
+        """A lease from before a resume, or under a new id a task whose group grew too old, or the
+        selector's next."""
         if self.leases:
             return self.leases.pop(0)
-        task = self.selector.next()
+        task = self.buffer.unused.pop(0) if self.buffer.unused else self.selector.next()
         if task is None:
             return None
         group, self.shared.next_group = self.shared.next_group, self.shared.next_group + 1
@@ -330,6 +331,7 @@ class Stage:
                 "evaluated": shared.evaluated,
                 "ledger_offset": shared.ledger.offset,
                 "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
+                "unused": msgspec.to_builtins(self.buffer.unused),
             }
 
         path = await checkpoint.write(folder, version, fill)
@@ -345,8 +347,9 @@ class Stage:
             self.buffer.stop()
 
     def restore(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Selector and leases of a checkpoint in the middle of this stage."""
+        """Selector, leases and unused tasks of a checkpoint in the middle of this stage."""
         self.selector.load_state_dict(json.loads((path / "selector.json").read_text()))
         self.leases = [
             Lease(id=x["id"], task=msgspec.convert(x["task"], Task)) for x in state["leases"]
         ]
+        self.buffer.unused = msgspec.convert(state["unused"], list[Task])

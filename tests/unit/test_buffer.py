@@ -153,6 +153,24 @@ def test_buffer_evicts_stale_at_take() -> None:
     asyncio.run(main())
 
 
+def test_buffer_keeps_tasks_of_stale_groups_only_when_they_are_to_be_retried() -> None:
+    async def main(retry: bool) -> list[str]:
+        b = buffer(groups_per_step=1, oversample=1, retry_unused=retry)
+        for n in (0, 1):
+            b.start(lease(n))
+            b.finish(group(n, 0), None)
+        b.stepped(1, await b.take(1))
+        b.published(1)
+        b.start(lease(2))
+        b.finish(group(2, 1), None)
+        assert [g.id for g in await b.take(1)] == [2]
+        assert b.accounts.dropped == {"stale": 1} and b.accounts.balanced
+        return [task.id for task in b.unused]
+
+    assert asyncio.run(main(True)) == ["1"]
+    assert asyncio.run(main(False)) == []
+
+
 def test_buffer_starved_says_what_it_saw() -> None:
     async def main() -> None:
         b = buffer(starved_after_s=0.05)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles import Receipt, Sampling, Settings, Task, WeightSyncError
@@ -100,3 +101,17 @@ def test_stage_evaluation_is_timed_and_no_step_pays_for_what_went_before(tmp_pat
     assert next(iter(stage.steps())) == 1
     assert not seconds and stage.measure._step_began >= before
     assert stage.measure._engine(1.0)["engine/tokens_per_s"] == 0.0
+
+
+def test_stage_attempts_unused_tasks_again_before_new_ones(tmp_path: Path) -> None:
+    stage = made(tmp_path)
+    new, old = Task(id="new", prompt="x"), Task(id="old", prompt="x")
+    stage.selector = SimpleNamespace(
+        next=lambda: new, state_dict=dict, load_state_dict=lambda state: None
+    )
+    stage.buffer.unused = [old]
+    (tmp_path / "selector.json").write_text("{}")
+    state = {"leases": [], "unused": msgspec.to_builtins(stage.buffer.unused)}
+    stage.restore(tmp_path, state)
+    leases = [stage.lease(), stage.lease()]
+    assert [(x.id, x.task.id) for x in leases if x] == [(0, "old"), (1, "new")]
