@@ -63,8 +63,6 @@ class Torch:
         """Torch threads of the process."""
         device: Literal["cpu", "cuda"] = "cpu"
         """Where weights and cache live."""
-        workers: int = 1
-        """Engine processes."""
 
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config
@@ -106,7 +104,7 @@ class Torch:
 
     def _check(self) -> None:
         config = self.config
-        for name in ("rows", "key_block", "threads", "workers", "max_waiting"):
+        for name in ("rows", "key_block", "threads", "max_waiting"):
             if getattr(config, name) < 1:
                 raise ConfigError(
                     f"engine torch: {name} is {getattr(config, name)}; it must be at least 1"
