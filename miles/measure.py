@@ -74,7 +74,7 @@ class Measure:
         result: dict[str, float | int | str] = {
             "step": step,
             "stage": stage,
-            "version": update.version,
+            "version": buffer.published_version,
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
             "groups/started": accounts.started - self._started,
