@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from miles.buffer import Buffer
+from miles.errors import RunError
 
 __all__ = ["Colocated", "Placement", "Split"]
 
@@ -47,7 +48,7 @@ class Colocated:
     """The same devices in turns: producers are held and drained, the engine sleeps while the
     trainer is awake.
 
-    Raises `TimeoutError` when trajectories in flight do not end within `drain_timeout_s`.
+    Raises `RunError` when groups in flight do not end within `drain_timeout_s`.
     """
 
     def __init__(
@@ -62,12 +63,21 @@ class Colocated:
     async def training(self) -> AsyncIterator[None]:
         self._buffer.hold()
         try:
-            await self._buffer.drained(self._drain_timeout_s)
+            await self._drain()
             await self._engine.sleep()
             await self._trainer.wake()
             yield
         finally:
             self._buffer.release()
+
+    async def _drain(self) -> None:
+        try:
+            await self._buffer.drained(self._drain_timeout_s)
+        except TimeoutError:
+            raise RunError(
+                f"placement colocated: {self._buffer.accounts.in_flight} groups are still in "
+                f"flight after {self._drain_timeout_s:g} s, and the engine cannot sleep"
+            ) from None
 
     @asynccontextmanager
     async def publishing(self) -> AsyncIterator[None]:
