@@ -98,7 +98,7 @@ def check_import_is_light(case: Case) -> None:
         found = None
     if hasattr(sys.modules.get(module), "__miles_source__"):
         found = None  # a local file: this process has it under a name that no other can import
-    path = "" if found else inspect.getsourcefile(case.component) or ""
+    path = "" if found else _source(case.component)
     ran = subprocess.run(
         [sys.executable, "-c", _IMPORT, module, path, ",".join(HEAVY)],
         capture_output=True,
@@ -111,6 +111,12 @@ def check_import_is_light(case: Case) -> None:
         not ran.stdout.strip(),
         f"importing {module} imports {ran.stdout.strip()}; move that into a neighbouring module",
     )
+
+
+def _source(component: type) -> str:
+    """The file a class was read from, also when its module is no longer registered."""
+    functions = [f for f in vars(component).values() if inspect.isfunction(f)]
+    return functions[0].__code__.co_filename if functions else ""
 
 
 def _config(case: Case) -> Any:
