@@ -202,6 +202,8 @@ class _Run:
             stage.interrupt()
         try:
             await loop.train(stage)
+            if not self.interrupted and stage.shared.version < stage.last:
+                await stage.end_early()
         except BaseExceptionGroup as group:
             await self._rescue(stage)
             raise _first(group) from group

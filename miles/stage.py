@@ -247,6 +247,13 @@ class Stage:
             self.shared.tracking.moment("evaluated", {"step": step, **data})
             self.hook.evaluated(step=step, result=result)
 
+    async def end_early(self) -> None:
+        """The tasks ran out before the steps did: what is due at the stage's end is due now."""
+        self.last = self.shared.version
+        if self.buffer.published_version != self.last:
+            await loop.publish(self)
+        await self.evaluate(self.last)
+
     async def _score(self, version: int) -> Sequence[Score | Skipped]:
         if self.sampler is None:
             return [Skipped(set="all", reason="no stage of this run samples tokens")]
@@ -326,7 +333,6 @@ class Stage:
                 "version": version,
                 "stage": self.name,
                 "stage_first": self.first,
-                "stage_done": version >= self.last,
                 "next_group": shared.next_group,
                 "evaluated": shared.evaluated,
                 "ledger_offset": shared.ledger.offset,

@@ -15,6 +15,7 @@ import pytest
 
 from miles import Receipt, Sampling, Settings, Task, WeightSyncError
 from miles.buffer import Buffer, Lease
+from miles.placement import Split
 from miles.stage import Shared, Stage
 
 
@@ -115,3 +116,19 @@ def test_stage_attempts_unused_tasks_again_before_new_ones(tmp_path: Path) -> No
     stage.restore(tmp_path, state)
     leases = [stage.lease(), stage.lease()]
     assert [(x.id, x.task.id) for x in leases if x] == [(0, "old"), (1, "new")]
+
+
+def test_stage_whose_tasks_run_out_is_still_evaluated_at_its_end(tmp_path: Path) -> None:
+    stage = made(tmp_path, version=3, steps=10, publish_every=2, max_lag=1)
+    stage.hook = SimpleNamespace(weights_published=lambda receipt: None)
+    stage.placement = Split()
+    stage.published, stage.buffer.published_version = True, 2
+    scored: list[int] = []
+
+    async def evaluate(version: int, attempt: Any) -> Sequence[Any]:
+        scored.append(version)
+        return []
+
+    stage.evaluator.evaluate = evaluate
+    asyncio.run(stage.end_early())
+    assert scored == [3] and stage.buffer.published_version == 3
