@@ -103,8 +103,8 @@ async def _place_engines(stage: Stage, planned: Sequence[Any], context: Context)
         around = replace(context, settings=sampling.settings)
         handle = await _worker(stage.shared, "engine", parts, around, 1)
         stage.sampler = RemoteEngine(handle, timeout_s=stage.settings.worker_timeout_s)
-        own_limit = sampling.specs["engine"].config.get("max_len")
-        stage.sampler_max_len = own_limit or context.model.decoder().max_len
+        longest = (await stage.sampler.health()).get("max_len")
+        stage.sampler_max_len = int(longest or context.model.decoder().max_len)
     if sampling is own:
         stage.engine, stage.max_len = stage.sampler, stage.sampler_max_len
     else:

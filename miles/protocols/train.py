@@ -83,7 +83,7 @@ class Engine(Protocol):
 
     async def health(self) -> Mapping[str, float]:
         """Plain numbers: `active`, `waiting`, `tokens`, `busy_s`, `prompt_tokens`, `cached_tokens`
-        since start."""
+        since start; and `max_len`, when prompt and completion together may be no longer."""
 
     async def sleep(self) -> None:
         """Free device memory."""

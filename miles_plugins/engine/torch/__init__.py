@@ -267,7 +267,8 @@ class Torch:
 
     async def health(self) -> Mapping[str, float]:
         """`active` and `waiting` requests now; since start: `tokens` sampled, `busy_s`,
-        `prompt_tokens`, and `cached_tokens` of them whose keys and values were reused."""
+        `prompt_tokens`, and `cached_tokens` of them whose keys and values were reused. `max_len` is
+        the longest prompt and completion together."""
         batching = self._batching
         return {
             "active": batching.table.active,
@@ -276,6 +277,7 @@ class Torch:
             "busy_s": batching.busy_s,
             "prompt_tokens": batching.prompt_tokens,
             "cached_tokens": batching.cached_tokens,
+            "max_len": self.max_len,
         }
 
     # ------------------------------------------------------------ the batching loop

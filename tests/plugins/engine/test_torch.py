@@ -44,6 +44,15 @@ def test_requests_wait_for_the_first_load(tiny, request_for):
     _run(play)
 
 
+def test_health_says_the_longest_context_that_fits(tiny):
+    async def play():
+        for max_len in (40, 0):
+            engine = await _loaded(tiny, max_len=max_len)
+            assert (await engine.health())["max_len"] == (max_len or engine.max_len)
+
+    _run(play)
+
+
 def test_group_computes_its_prompt_once(tiny, request_for):
     async def play():
         engine = await _loaded(tiny, rows=16)
