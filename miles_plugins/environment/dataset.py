@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, overload
 import numpy as np
 
 from miles import ConfigError, Context, EpisodeTimeout, Message, SingleTurn, Split, Task, choices
-from miles_plugins.environment.grading import Grader
+from miles_plugins.environment.grading import Grader, in_thread
 from miles_plugins.environment.rewards import REWARDS, SLOW
 from miles_plugins.environment.rows import find_files, open_rows, place
 
@@ -247,18 +247,17 @@ def _grader(config: Dataset.Config, offered: Mapping[str, Any]) -> Any:
     if name in REWARDS:
         return lambda task, text: REWARDS[name](text, task)
     function = offered[name]
-    threads = ThreadPoolExecutor(config.reward_processes, thread_name_prefix="reward")
+    plain = not inspect.iscoroutinefunction(function)
+    turns = asyncio.Semaphore(config.reward_processes)
 
     async def grade(task: Task, text: str) -> Any:
-        if inspect.iscoroutinefunction(function):
-            work = function(text, task)
-        else:
-            work = asyncio.get_running_loop().run_in_executor(threads, function, text, task)
-        try:
-            return await asyncio.wait_for(work, config.reward_timeout_s)
-        except TimeoutError as error:
-            raise EpisodeTimeout(
-                f"{_WHERE}: reward {name!r} took longer than {config.reward_timeout_s:g} s"
-            ) from error
+        async with turns if plain else nullcontext():  # waiting for a turn is not the reward's time
+            work = in_thread(function, text, task) if plain else function(text, task)
+            try:
+                return await asyncio.wait_for(work, config.reward_timeout_s)
+            except TimeoutError as error:
+                raise EpisodeTimeout(
+                    f"{_WHERE}: reward {name!r} took longer than {config.reward_timeout_s:g} s"
+                ) from error
 
     return grade

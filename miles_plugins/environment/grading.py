@@ -1,12 +1,14 @@
 """Slow rewards in a child process that is killed when a deadline passes.
 
 Both ends of the pipe are here: `Grader` for the environment, and `main` for the child. Only
-built-in rewards are run this way, by name; a plugin's function is not.
+built-in rewards are run this way, by name; a plugin's function has a thread, which can be left
+behind but not killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -17,9 +19,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from miles import EpisodeError, Task
 from miles_plugins.environment.rewards import REWARDS
@@ -97,6 +100,33 @@ class Grader:
             )
         self._children.append(child)
         return child
+
+
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function gives, from a thread of its own: one that never ends keeps neither later
+    rewards nor the end of the process waiting."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(answer: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        answer, error = None, None
+        try:
+            answer = function(*args)
+        except Exception as raised:  # noqa: BLE001 - raised again where it is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await future
 
 
 def _line(child: Child, seconds: float) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -188,6 +189,29 @@ def test_reward_that_takes_too_long_is_a_timeout(tmp_path):
     )
     with pytest.raises(EpisodeTimeout, match=r"reward 'sleepy' took longer than 0\.05 s"):
         score(environment, environment.tasks("train")[0], "x")
+
+
+def test_reward_that_never_ends_holds_up_neither_the_next_nor_the_end_of_the_process(tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    program = (
+        "import asyncio, threading\n"
+        "from pathlib import Path\n"
+        "from miles import Context, EpisodeTimeout\n"
+        "from miles_plugins.environment.dataset import Dataset\n\n"
+        "def stuck(text, task):\n"
+        "    if text == 'stuck':\n"
+        "        threading.Event().wait()\n"
+        "    return 1.0\n\n"
+        f"config = Dataset.Config(path={str(path)!r}, reward='stuck', reward_timeout_s=0.2)\n"
+        "made = Dataset(config, Context(directory=Path('.'), rewards={'stuck': stuck}))\n"
+        "task = made.tasks('train')[0]\n\n"
+        "async def main():\n"
+        "    asked = [made._grade(task, text) for text in ('stuck', 'fine')]\n"
+        "    return await asyncio.gather(*asked, return_exceptions=True)\n\n"
+        "late, worth = asyncio.run(main())\n"
+        "assert isinstance(late, EpisodeTimeout) and worth == 1.0, (late, worth)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 # ---------------------------------------------------------------- faults
