@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,8 @@ class Shared:
     """Id of the next group."""
     evaluated: int = -1
     """Last version that was scored."""
-    handles: dict[str, tuple[Handle, Any]] = None  # type: ignore[assignment]
+    handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
-
-    def __post_init__(self) -> None:
-        self.handles = self.handles or {}
 
 
 class Stage:
@@ -191,8 +188,7 @@ class Stage:
                 with self.timing("train"):
                     passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
         batch = await asyncio.to_thread(self.algorithm.prepare, groups, passes)
-        replaced: Batch | None = self.hook.prepared(groups=groups, batch=batch)
-        return replaced or batch
+        return self.hook.prepared(groups=groups, batch=batch)  # type: ignore[no-any-return]
 
     async def send_weights(self) -> Receipt | None:
         """To the rollout engine: every `publish_every` steps, and whatever the stage begins and
