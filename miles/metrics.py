@@ -152,8 +152,8 @@ METRICS: tuple[Metric, ...] = _rows(
     ("session/turns", "turns", "Mean assistant turns of a trained trajectory."),
     (
         "session/token_mismatches",
-        "trajectories",
-        "Trajectories whose tokens did not extend what was stored.",
+        "groups",
+        "Groups dropped because tokens of theirs did not extend what was stored.",
     ),
     ("eval/<set>/score", "reward", "Mean reward on an evaluation set."),
     ("eval/<set>/version", "weight version", "Version that sampled every token of the evaluation."),
