@@ -50,6 +50,8 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
         tasks.create_task(_place_engines(stage, plan.stages[index:], context))
+    sides = [stage.trainer.handle, *([stage.engine.handle] if stage.engine.samples else ())]
+    await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
     stage.buffer = Buffer(
         groups_per_step=settings.groups_per_step,
         samples_per_group=settings.samples_per_group,
@@ -73,6 +75,17 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
             drain_timeout_s=settings.episode_timeout_s,
         )
     return stage
+
+
+async def _agree(wanted: str, sides: Sequence[Handle], timeout_s: float) -> None:
+    """Refuse a worker whose precision is not the driver's."""
+    for handle in sides:
+        for found in await handle.call_all("precision.fingerprint", timeout=timeout_s):
+            if found != wanted:
+                raise ConfigError(
+                    f"precision: {handle.name} has fingerprint {found!r}, the driver {wanted!r}; "
+                    "trainer, engine and driver must have one recipe"
+                )
 
 
 def _by_sample(settings: Settings) -> bool:
