@@ -198,8 +198,7 @@ def layout(
         place = np.cumsum(own_N) - 1
         lent_N = np.repeat(starts_S[owner_S], lengths_S) + positions_N
         place = np.where(own_N, place, place[np.minimum(lent_N, total - 1)])
-    # What attends: each sample; where queries are trimmed, each prompt once and each sample without
-    # it.
+    # What attends: each sample; where queries are trimmed, each prompt once, samples without it.
     parts = [_Rows(starts_S, lengths_S, np.zeros_like(lengths_S), borrowed_S)]
     if prompts_S is not None and shared and int(lengths_S.max()) <= trim:
         lender_S = np.unique(owner_S[borrowed_S > 0])
