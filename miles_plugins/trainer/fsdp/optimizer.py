@@ -179,7 +179,7 @@ class Masters:
                 elif tuple(value.shape) != wanted:
                     faults.append(f"{name}:{key} has shape {tuple(value.shape)}, not {wanted}")
                 elif key == "step":
-                    state[key] = value.clone()
+                    state[key] = value.to(master.device, copy=True)  # where a fused AdamW keeps it
                 else:
                     state[key] = torch.zeros_like(master, requires_grad=False)
                     local(state[key]).copy_(value)

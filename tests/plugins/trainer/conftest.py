@@ -31,7 +31,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
             Qwen3.Config(**(model or {"hidden_size": 32, "intermediate_size": 48})), around
         )
         return Fsdp(
-            Fsdp.Config(**{"lr": 1e-3, **fields}),
+            Fsdp.Config(**{"lr": 1e-3, "device": "cpu", **fields}),
             context(
                 tmp_path,
                 settings=settings,

@@ -1,8 +1,9 @@
-"""One rank of a small training job, for tests: `python one_rank.py RANK WORLD PORT DIRECTORY
-PRECISION`.
+"""One rank of a small training job, for tests.
+
+    python one_rank.py RANK WORLD PORT DIRECTORY PRECISION DEVICE
 
 Takes three steps, of which the last has fewer samples than there are ranks, saves, loads, takes one
-more, and writes what it saw to `rank_<r>.npz` below the directory.
+more, and writes what it saw to `rank_<r>_of_<world>.npz` below the directory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def batch(samples):
     return Batch(tokens=tokens, terms=(nll, spread))
 
 
-def main(rank: str, world: str, port: str, directory: str, precision: str) -> None:
+def main(rank: str, world: str, port: str, directory: str, precision: str, device: str) -> None:
     """Run one rank."""
     settings = Settings()
     around = context(directory)
@@ -43,6 +44,7 @@ def main(rank: str, world: str, port: str, directory: str, precision: str) -> No
         return Fsdp(
             Fsdp.Config(
                 lr=1e-2,
+                device=device,
                 weight_decay=0.1,
                 grad_clip=0.5,
                 micro_batch_tokens=24,
@@ -74,9 +76,9 @@ def main(rank: str, world: str, port: str, directory: str, precision: str) -> No
     again = resumed.step(batch(samples))
     assert again.metrics == updates[-1].metrics, (again, updates[-1])
     assert (resumed.logprobs(flatten(samples), "reference") == first).all()
-    weights = {name: tensor.float().clone() for name, tensor in resumed.export()}
+    weights = {name: tensor.float().cpu().clone() for name, tensor in resumed.export()}
     for name, tensor in trainer.export():
-        assert torch.equal(tensor.float(), weights[name]), name
+        assert torch.equal(tensor.float().cpu(), weights[name]), name
     found = {f"weight/{name}": tensor.numpy() for name, tensor in weights.items()}
     for number, update in enumerate(updates):
         found |= {f"{number}/{name}": np.array(v) for name, v in update.metrics.items()}

@@ -19,20 +19,24 @@ from miles_plugins.trainer.fsdp import ranks
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
 
-def run_alone(directory, precision):
+def run_alone(directory, precision, device):
     """Run one process's job here; what it saw."""
-    runpy.run_path(str(SCRIPT))["main"]("0", "1", "0", str(directory), precision)
+    runpy.run_path(str(SCRIPT))["main"]("0", "1", "0", str(directory), precision, device)
     return dict(np.load(directory / "rank_0_of_1.npz"))
 
 
-def run(directory, world, precision):
+def run(directory, world, precision, device):
     """Run `world` ranks to the end; what each of them saw."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, (rank, world, port, directory, precision))],
+            [
+                sys.executable,
+                str(SCRIPT),
+                *map(str, (rank, world, port, directory, precision, device)),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,18 +48,34 @@ def run(directory, world, precision):
     return [dict(np.load(directory / f"rank_{r}_of_{world}.npz")) for r in range(world)]
 
 
+def compare(name, found, value, precision):
+    """Rounding in bfloat16 turns a few tiny gradients around, and Adam's first steps are all as
+    long as `lr`: there weights may be two steps apart, but on average they are close."""
+    if precision == "fp32":
+        np.testing.assert_allclose(found, value, rtol=2e-4, atol=2e-5, err_msg=name)
+    elif name.startswith("weight/"):
+        assert np.abs(found - value).max() < 0.05, name
+        assert np.abs(found - value).mean() < 0.001, name
+    else:
+        np.testing.assert_allclose(found, value, rtol=0.05, atol=0.02, err_msg=name)
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tmp_path, precision):
     """Losses, gradient norms, weights, log-probs, and an exact continuation from disk; one step has
     fewer samples than ranks, micro-batches are unequal in number, and in bf16 blocks are
     recomputed."""
-    alone = run_alone(tmp_path, precision)
-    both = run(tmp_path, 2, precision)
-    close = {"rtol": 2e-4, "atol": 2e-5} if precision == "fp32" else {"rtol": 0.05, "atol": 0.02}
+    check(tmp_path, precision, "cpu")
+
+
+def check(directory, precision, device):
+    """Run both and compare; `test_fsdp_cuda` does so on GPUs."""
+    alone = run_alone(directory, precision, device)
+    both = run(directory, 2, precision, device)
     for found in both:
         assert found.keys() == alone.keys()
         for name, value in alone.items():
-            np.testing.assert_allclose(found[name], value, err_msg=name, **close)
+            compare(name, found[name], value, precision)
     for name, value in both[0].items():
         np.testing.assert_array_equal(both[1][name], value, err_msg=name)
 
