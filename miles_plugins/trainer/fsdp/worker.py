@@ -90,6 +90,7 @@ class Worker:
 
     def step(self, batch: Batch) -> Update:
         """See `Fsdp.step`."""
+        self.masters.drop_gradients()  # a step that failed may have left some
         tokens = batch.tokens
         loss_T = np.zeros(len(tokens.tokens), np.bool_)
         for term in batch.terms:

@@ -243,8 +243,13 @@ def test_terms_that_cannot_run_are_refused_in_words(make_trainer, make_batch, to
         ("no.such.module:f", PluginLoadError, "cannot import 'no.such.module:f'"),
         ("torch:mean", TypeError, "mean"),
     ):
+        trainer = make_trainer()
         with pytest.raises(error, match=match):
-            make_trainer().step(make_batch(Term(name="x", function=function, weights=weight)))
+            trainer.step(
+                make_batch(*make_batch().terms, Term(name="x", function=function, weights=weight))
+            )
+        expected = make_trainer().step(make_batch()).metrics
+        assert trainer.step(make_batch()).metrics == expected
 
 
 # ---------------------------------------------------------------- mismatch
