@@ -59,8 +59,10 @@ class Dense:
         """Random model: base of the rotary positions."""
         norm_eps: float = 1e-6
         """Random model: epsilon of RMSNorm."""
-        init_std: float = 0.02
-        """Random model: standard deviation of the initial weights."""
+        init_std: float | None = None
+        """Random model: standard deviation of the initial weights; null takes 1/sqrt(hidden_size),
+        since the 0.02 of large models is so small for a narrow one that it hardly begins to
+        learn."""
 
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config
@@ -169,7 +171,7 @@ class Dense:
             "tie_word_embeddings": config.tied,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
             "rms_norm_eps": config.norm_eps,
-            "initializer_range": config.init_std,
+            "initializer_range": config.init_std or config.hidden_size**-0.5,
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
