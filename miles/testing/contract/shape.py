@@ -116,7 +116,9 @@ def check_import_is_light(case: Case) -> None:
 def _source(component: type) -> str:
     """The file a class was read from, also when its module is no longer registered."""
     functions = [f for f in vars(component).values() if inspect.isfunction(f)]
-    return functions[0].__code__.co_filename if functions else ""
+    if functions:
+        return functions[0].__code__.co_filename
+    return getattr(sys.modules.get(component.__module__), "__file__", None) or ""
 
 
 def _config(case: Case) -> Any:
