@@ -49,7 +49,8 @@ class Fsdp:
         micro_batch_tokens: int = 16384
         """Tokens of a forward and backward pass at most; a longer sample passes alone."""
         share_prompts: bool = True
-        """Compute a prompt once that several samples of a micro-batch begin with."""
+        """Compute a prompt once that several samples of a micro-batch begin with. Prompts are told
+        apart by their tokens: turn it off where equal tokens may mean different inputs."""
         activation_checkpointing: bool = False
         """Recompute each block in the backward pass instead of keeping its activations."""
         workers: int = 1

@@ -174,9 +174,8 @@ class Worker:
         use = counted & (weights != 0)
         if not use.any():
             return None
-        if (
-            not use.all()
-        ):  # values where a term does not apply may be anything, so they are never computed
+        if not use.all():
+            # Values where a term does not apply may be anything, so they are never computed.
             flat, weights = flat[use], weights[use]
             chosen = self._tensor(np.flatnonzero(use))
             logprobs = logprobs.index_select(0, chosen)
