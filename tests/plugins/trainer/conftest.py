@@ -28,7 +28,10 @@ def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
         around = context(tmp_path, settings=settings)
         recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
         made = Qwen3(
-            Qwen3.Config(**(model or {"hidden_size": 32, "intermediate_size": 48})), around
+            Qwen3.Config(
+                **(model or {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.02})
+            ),
+            around,
         )
         return Fsdp(
             Fsdp.Config(**{"lr": 1e-3, "device": "cpu", **fields}),
