@@ -189,8 +189,11 @@ class Buffer:
                 return self._collect(count)
             if self._closed and not self.accounts.in_flight:
                 return self._collect(len(self._ready)) if last == "keep" else []
-            patience = self._last_arrival + self.starved_after_s - time.monotonic()
-            if patience <= 0:
+            left = self._last_arrival + self.starved_after_s - time.monotonic()
+            patience: float | None = left
+            if left <= 0 and self.accounts.in_flight and self.accounts.dropped == seen:
+                patience = None  # attempts are merely slow; each has its own deadline
+            elif left <= 0:
                 raise self._starved(count, time.monotonic() - began, seen)
             if not self._held:
                 await self._wait(patience)

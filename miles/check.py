@@ -249,6 +249,11 @@ def _tasks(planned: Planned, registry: Registry) -> list[str]:
 def _lengths(planned: Planned, name: str, tasks: Sequence[Any]) -> list[str]:
     model, tito = planned.built.get("model"), planned.built["tito"]
     limit = model.hf_config().get("max_position_embeddings") if model is not None else None
+    engine = planned.specs["engine"]
+    own = engine.config.get("max_len") if isinstance(engine, Spec) else None
+    where = "the model's context"
+    if own and (limit is None or own < limit):
+        limit, where = own, "engine.max_len"
     if limit is None:
         return []
     longest, task = 0, None
@@ -262,7 +267,7 @@ def _lengths(planned: Planned, name: str, tasks: Sequence[Any]) -> list[str]:
         return []
     return [
         f"{name}: the prompt of task {task.id!r} has {longest} tokens, which with max_new_tokens "
-        f"({room}) do not fit the model's context of {limit}"
+        f"({room}) do not fit {where} of {limit}"
     ]
 
 

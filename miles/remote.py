@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from miles.errors import WorkerError
 from miles.protocols import Handle
 from miles.types import Array, Batch, Completion, Request, Tokens, Update
 
@@ -22,10 +23,16 @@ class RemoteTrainer:
     def __init__(self, handle: Handle, *, timeout_s: float, version: int = 0) -> None:
         self.handle = handle
         self.version = version
+        self.certain = True
+        """False once a step was lost: what weights the worker has is then unknown."""
         self._timeout_s = timeout_s
 
     async def step(self, batch: Batch) -> Update:
-        update: Update = (await self._all("trainer.step", batch))[0]
+        try:
+            update: Update = (await self._all("trainer.step", batch))[0]
+        except WorkerError:  # it may or may not have stepped, or may yet
+            self.certain = False
+            raise
         self.version = update.version
         return update
 

@@ -192,7 +192,7 @@ class _Run:
             await self._one(stage)
             if self.interrupted:
                 return "interrupted"
-            chosen, middle = await stage.save(), False
+            chosen, middle = await stage.finish(), False
         return "finished"
 
     async def _one(self, stage: Stage) -> None:
@@ -211,14 +211,17 @@ class _Run:
             await self._rescue(stage)
             raise
         if self.interrupted:
-            await stage.save()
+            await stage.finish()
 
     async def _rescue(self, stage: Stage) -> None:
         if stage.trainer.version == stage.first:
             return
+        if not stage.trainer.certain:
+            log.warning("no last checkpoint: a trainer step was lost, so its weights are unknown")
+            return
         try:
             stage.buffer.stop()
-            await stage.save()
+            await stage.finish()
         except MilesError as error:
             log.warning("no last checkpoint: %s", error)
 

@@ -309,6 +309,11 @@ class Stage:
             self.shared.version = step
             await self.save()
 
+    async def finish(self) -> Path:
+        """The checkpoint after the loop has ended, the trainer awake for it."""
+        async with self.placement.training():
+            return await self.save()
+
     async def save(self) -> Path:
         """One checkpoint of everything, now."""
         version = self.trainer.version

@@ -235,3 +235,18 @@ def test_buffer_starts_nothing_that_no_step_will_take() -> None:
         assert b.room()
         b.start(lease(n))
     assert not b.room()
+
+
+def test_buffer_slow_attempts_do_not_starve_the_trainer() -> None:
+    """Nothing was dropped and something is in flight: its own deadline decides, not the
+    trainer's."""
+
+    async def main() -> int:
+        b = buffer(groups_per_step=1, starved_after_s=0.02)
+        b.start(lease(0))
+        taking = asyncio.create_task(b.take(1))
+        await asyncio.sleep(0.1)
+        b.finish(group(0, 0), None)
+        return len(await taking)
+
+    assert asyncio.run(main()) == 1

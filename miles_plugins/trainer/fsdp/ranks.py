@@ -19,9 +19,6 @@ from miles import ConfigError, Context, TrainerError
 
 __all__ = ["Ranks", "join", "local", "place", "shard", "whole"]
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others before it gives up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -69,7 +66,7 @@ def join(context: Context, device: str) -> Ranks:
                 init_method=f"tcp://{context.master}",
                 rank=context.rank,
                 world_size=context.world,
-                timeout=TIMEOUT,
+                timeout=timedelta(seconds=context.settings.worker_timeout_s),
             )
         except (RuntimeError, ValueError) as error:
             raise TrainerError(
