@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from miles import EpisodeError, Task
@@ -102,9 +103,18 @@ class Grader:
         return child
 
 
+_idle: list[SimpleQueue[Callable[[], None]]] = []  # of threads that wait for work
+
+
+def _serve(jobs: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()
+        _idle.append(jobs)
+
+
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives, from a thread of its own: one that never ends keeps neither later
-    rewards nor the end of the process waiting."""
+    """What a function gives, from a thread that nothing else uses meanwhile: one that never ends
+    keeps neither later rewards nor the end of the process waiting."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -125,7 +135,12 @@ async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
         with contextlib.suppress(RuntimeError):  # the loop may be gone by now
             loop.call_soon_threadsafe(settle, answer, error)
 
-    threading.Thread(target=work, name="reward", daemon=True).start()
+    if _idle:
+        jobs = _idle.pop()
+    else:
+        jobs = SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), name="reward", daemon=True).start()
+    jobs.put(work)
     return await future
 
 
