@@ -38,7 +38,13 @@ def _crashed_copy(run, folder, step):
     return type(run)(copy, run.ended)
 
 
-@pytest.mark.parametrize("step", [2, 4], ids=["in-sft", "in-grpo"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(2, id="in-sft", marks=pytest.mark.slow),
+        pytest.param(4, id="in-grpo"),
+    ],
+)
 def test_resume_after_a_crash_gives_the_same_losses_and_weights(tiny, command, tmp_path, step):
     copy = _crashed_copy(tiny, tmp_path, step)
     before = copy.steps
@@ -89,6 +95,7 @@ def test_interrupt_writes_a_checkpoint_exits_130_and_resumes_exactly(
     assert _weights(stopped) == _weights(tiny)
 
 
+@pytest.mark.slow
 def test_resume_with_more_steps_continues_a_finished_run(tiny, command, tmp_path):
     copy = _crashed_copy(tiny, tmp_path, 6)
     ended = command("run", f"resume={copy.directory}", "stages.grpo.steps=4", "tracker=[jsonl]")

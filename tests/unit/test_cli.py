@@ -108,7 +108,7 @@ def test_run_refuses_what_check_refuses(miles):
 
 
 def test_check_good_is_0_and_names_the_stages(miles):
-    assert miles("check")[:2] == (0, "good: sft (1200 steps), grpo (150 steps)\n")
+    assert miles("check")[:2] == (0, "good: sft (1000 steps), grpo (150 steps)\n")
 
 
 def test_check_with_faults_is_1_and_prints_each(miles):

@@ -6,13 +6,12 @@ import runpy
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from miles import TrainerError
+from miles import Settings, TrainerError
 from miles.testing import context
 from miles_plugins.trainer.fsdp import ranks
 
@@ -80,9 +79,9 @@ def check(directory, precision, device):
         np.testing.assert_array_equal(both[1][name], value, err_msg=name)
 
 
-def test_ranks_that_cannot_meet_say_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=1))
-    around = context(tmp_path, rank=1, world=2, master="127.0.0.1:9")
+def test_ranks_that_cannot_meet_say_where(tmp_path):
+    hurried = Settings(worker_timeout_s=1)
+    around = context(tmp_path, settings=hurried, rank=1, world=2, master="127.0.0.1:9")
     with pytest.raises(
         TrainerError, match=r"rank 1 of 2 could not meet the others at '127.0.0.1:9'"
     ):
