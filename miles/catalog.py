@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def print_component(registry: Registry, kind: str, name: str) -> None:
 
     entry = registry.entry(kind, name)
     component = registry.component(kind, name)
-    console = Console(highlight=False)
+    width = None if sys.stdout.isatty() else 160  # keys whole, also in a pipe
+    console = Console(highlight=False, width=width)
     console.print(f"{kind} {name}", style="bold")
     console.print(f"{entry.target} of {entry.source}\n", markup=False, soft_wrap=True)
     print(inspect.getdoc(component) or "(no docstring)")

@@ -59,6 +59,8 @@ class Planned:
     """Every chosen component by kind."""
     built: Mapping[str, Any] = field(default_factory=dict)
     """Components of the kinds in `BUILT` that could be built."""
+    samples: bool = True
+    """Whether the stage's engine samples; one that replays demonstrations does not."""
 
 
 def check(plan: Plan) -> Report:
@@ -100,7 +102,13 @@ def _stage(stage: Stage, registry: Registry, offered: Mapping[str, Any]) -> list
         )
         built, found = _build(stage, registry, context)
         faults += found
-        planned = Planned(stage=stage.name, settings=stage.settings, specs=stage.specs, built=built)
+        planned = Planned(
+            stage=stage.name,
+            settings=stage.settings,
+            specs=stage.specs,
+            built=built,
+            samples=_samples(registry, stage),
+        )
         faults += _own_checks(planned, registry)
         for look in (_tasks, _vocabulary):
             faults += _told(partial(look, planned, registry))

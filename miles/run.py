@@ -31,6 +31,7 @@ from miles.tracking import Tracking
 __all__ = ["execute", "expand_resume"]
 
 log = logging.getLogger("miles.run")
+_HANDLERS = ("miles-driver-log", "miles-people")
 
 
 def expand_resume(overrides: Sequence[str]) -> list[str]:
@@ -79,9 +80,27 @@ def execute(plan: Any, registry: Any) -> int:
         directory = Directory.create(settings, stem=plan.stages[-1].name)
     try:
         directory.record(config, registry.provenance())
+        _log_to(directory.path / "logs" / "driver.log")
         return asyncio.run(_Run(plan, registry, directory.path, config).main(chosen, state))
     finally:
         directory.close()
+
+
+def _log_to(path: Path) -> None:
+    """What the driver, its components and hooks log: from INFO to the file, warnings to people."""
+    path.parent.mkdir(exist_ok=True)
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if getattr(h, "name", None) in _HANDLERS]:
+        root.removeHandler(old)  # an earlier run of this process
+        old.close()
+    file, people = logging.FileHandler(path), logging.StreamHandler()
+    file.name, people.name = _HANDLERS
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    people.setLevel(logging.WARNING)
+    people.setFormatter(logging.Formatter("%(message)s"))
+    root.setLevel(logging.INFO)
+    root.addHandler(file)
+    root.addHandler(people)
 
 
 class _Run:

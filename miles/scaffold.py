@@ -75,6 +75,9 @@ $word = "$package.environment:$cls"
 [project.entry-points.miles]
 $word = "$package.plugin"
 
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+
 [tool.hatch.build.targets.wheel]
 packages = ["src/$package"]
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -85,6 +85,22 @@ class Grpo:
         ]
         if faults:
             raise ConfigError(f"algorithm grpo: {'; '.join(faults)}")
+
+    @classmethod
+    def check(cls, config: Config, planned: Any) -> list[str]:
+        """Rollouts from which nothing could be learned."""
+        faults = []
+        if not planned.samples:
+            faults.append(
+                "compares what the policy sampled, but the engine replays demonstrations; "
+                "algorithm=sft imitates them, or choose an engine that samples"
+            )
+        if planned.settings.samples_per_group < 2:
+            faults.append(
+                "compares attempts within a group, so samples_per_group "
+                f"({planned.settings.samples_per_group}) must be at least 2"
+            )
+        return faults
 
     def needs(self) -> tuple[str, ...]:
         """`current` when the ratio asks for it, `reference` when there is a KL term."""

@@ -126,6 +126,8 @@ class Bytes:
             "chat_template": _TEMPLATE,
         }
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        ends = {"eos_token_id": TURN_END, "pad_token_id": END_OF_TEXT}  # where `generate` stops
+        (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
     def _turns(self, parts: list[Array], messages: Sequence[Message]) -> Array:
         for index, message in enumerate(messages):

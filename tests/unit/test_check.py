@@ -240,3 +240,17 @@ def test_registry_of_the_plan_is_the_one_checked(install, component):
     assert found("environment=words") == ""
     text = found("environment=words", registry=Registry.load(block=["words"]))
     assert "words 1.0 offers it, but MILES_PLUGINS or MILES_BLOCK leaves it out" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.lr=-1", "trainer 'fsdp': lr is -1.0; at least 0"),
+        ("engine=demonstration", "algorithm 'grpo': compares what the policy sampled, but the en"),
+        ("samples_per_group=1", r"samples_per_group (1) must be at least 2"),
+        ("engine.max_len=8", "do not fit engine.max_len of 8"),
+    ],
+)
+def test_check_finds_what_a_run_would_stumble_over(override, words):
+    faults = "\n".join(check(compose(["experiment=grpo", override])).faults)
+    assert words in faults

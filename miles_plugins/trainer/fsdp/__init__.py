@@ -70,8 +70,10 @@ class Fsdp:
         mismatch_mean: float | None = None
         """Mismatch budget for a step's mean, in nats; null takes the precision recipe's."""
 
-    def __init__(self, config: Config, context: Context) -> None:
-        faults = [
+    @classmethod
+    def check(cls, config: Config, planned: Any = None) -> list[str]:
+        """Values that cannot be meant."""
+        return [
             text
             for wrong, text in (
                 (config.lr < 0, f"lr is {config.lr}; at least 0"),
@@ -96,6 +98,9 @@ class Fsdp:
             )
             if wrong
         ]
+
+    def __init__(self, config: Config, context: Context) -> None:
+        faults = self.check(config)
         if faults:
             raise ConfigError(f"trainer fsdp: {'; '.join(faults)}")
         if context.model is None or context.precision is None:
