@@ -89,7 +89,9 @@ class Buffer:
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
         self._running_total = 0
         self._ready: dict[int, Group] = {}  # in order of arrival
+        self._oldest: dict[int, int | None] = {}  # of groups in `_ready` and in training
         self._training: dict[int, Lease] = {}
+        self.lags: list[int] = []  # staleness of the groups taken last, when they were taken
         self._held = 0
         self._closed = self._stopped = False
         self._changed = asyncio.Event()
@@ -140,6 +142,7 @@ class Buffer:
         self.accounts.in_flight -= 1
         if drop is None:
             self._ready[group.id] = group
+            self._oldest[group.id] = group.oldest
             self.accounts.buffered += 1
             self._last_arrival = time.monotonic()
         else:
@@ -148,6 +151,7 @@ class Buffer:
 
     def _end(self, group: int, fate: str) -> None:
         del self._leases[group]
+        self._oldest.pop(group, None)
         if fate == "trained":
             self.accounts.trained += 1
         else:
@@ -158,7 +162,7 @@ class Buffer:
 
     def staleness(self, group: Group) -> int:
         """Trainer version minus the oldest version of a trainable token anywhere in the group."""
-        oldest = group.oldest
+        oldest = self._oldest[group.id]
         return 0 if oldest is None else self.trainer_version - oldest
 
     def _evict(self) -> None:
@@ -211,6 +215,7 @@ class Buffer:
         for group in taken:
             del self._ready[group.id]
             self._training[group.id] = self._leases[group.id]
+        self.lags = [self.staleness(g) for g in taken]
         self.accounts.buffered -= len(taken)
         self.accounts.training += len(taken)
         self._changed.set()

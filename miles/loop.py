@@ -123,33 +123,36 @@ async def _bring_back(run: Run, lease: Lease) -> None:
 
 async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any) -> Group:
     """One group: the environment's own `rollout` if it has one, otherwise independent attempts."""
-    if (own := getattr(run.environment, "rollout", None)) is not None:
-        tools = run.tools(lease, None, **how)
-        if samples:
-            tools = replace(tools, samples=samples)
-        try:
-            async with asyncio.timeout(run.settings.episode_timeout_s):
-                group: Group = await own(lease.task, tools)
-                for one in group.trajectories:
-                    _refuse_bad_reward(one, run.environment)
-        except (RolloutError, TokenMismatch, TimeoutError) as error:
-            failure = _as_drop(error, run.settings)
-            failed = Trajectory(id=tools.id, samples=(), failure=failure)
-            return Group(id=lease.id, task=lease.task, trajectories=(failed,))
-        if group.id != lease.id:
-            raise ContractError(
-                f"environment {type(run.environment).__name__}: rollout of task {lease.task.id!r} "
-                f"returned group {group.id}; tools.group is {lease.id}"
-            )
-        return group
-    count = samples or run.settings.samples_per_group
-    if count == 1:
-        trajectories = [await play(run, lease, 0, **how)]
-    else:
-        async with asyncio.TaskGroup() as tasks:
-            attempts = [tasks.create_task(play(run, lease, i, **how)) for i in range(count)]
-        trajectories = [a.result() for a in attempts]
+    try:
+        async with asyncio.timeout(run.settings.episode_timeout_s):
+            if (own := getattr(run.environment, "rollout", None)) is not None:
+                return await _whole(run, own, lease, samples, **how)
+            count = samples or run.settings.samples_per_group
+            if count == 1:
+                trajectories = [await play(run, lease, 0, **how)]
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    attempts = [tasks.create_task(play(run, lease, i, **how)) for i in range(count)]
+                trajectories = [a.result() for a in attempts]
+    except (RolloutError, TokenMismatch, TimeoutError) as error:
+        failure = _as_drop(error, run.settings)
+        trajectories = [Trajectory(id=f"g{lease.id}", samples=(), failure=failure)]
     return Group(id=lease.id, task=lease.task, trajectories=tuple(trajectories))
+
+
+async def _whole(run: Run, own: Any, lease: Lease, samples: int | None, **how: Any) -> Group:
+    tools = run.tools(lease, None, **how)
+    if samples:
+        tools = replace(tools, samples=samples)
+    group: Group = await own(lease.task, tools)
+    for one in group.trajectories:
+        _refuse_bad_reward(one, run.environment)
+    if group.id != lease.id:
+        raise ContractError(
+            f"environment {type(run.environment).__name__}: rollout of task {lease.task.id!r} "
+            f"returned group {group.id}; tools.group is {lease.id}"
+        )
+    return group
 
 
 async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
@@ -157,14 +160,13 @@ async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
     a value."""
     tools = run.tools(lease, index, **how)
     try:
-        async with asyncio.timeout(run.settings.episode_timeout_s):
-            if (own := getattr(run.environment, "play", None)) is not None:
-                trajectory: Trajectory = await own(lease.task, tools.seed, tools)
-                _refuse_bad_reward(trajectory, run.environment)
-                return trajectory
-            made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
-            return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
-    except (RolloutError, TokenMismatch, TimeoutError) as error:
+        if (own := getattr(run.environment, "play", None)) is not None:
+            trajectory: Trajectory = await own(lease.task, tools.seed, tools)
+            _refuse_bad_reward(trajectory, run.environment)
+            return trajectory
+        made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
+        return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
+    except (RolloutError, TokenMismatch) as error:
         return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, run.settings))
     finally:
         run.buffer.returned(lease.id)

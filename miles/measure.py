@@ -65,7 +65,7 @@ class Measure:
         rewards = np.array(
             [t.reward for g in groups for t in g.trajectories]
         )  # (trajectories,) f64
-        lags = [update.version - 1 - g.oldest for g in groups if g.oldest is not None]
+        lags = buffer.lags
         sampled = batch.tokens.sampled
         starts = np.count_nonzero(sampled[1:] & ~sampled[:-1]) + int(sampled[0])
         known = {k: self._seconds.pop(k, 0.0) for k in ("wait", "train", "publish", "eval_wait")}

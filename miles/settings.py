@@ -70,7 +70,7 @@ class Settings:
     worker_timeout_s: float = 1800.0
     """Seconds one call to a worker may take: a trainer step, a save, a publish."""
     episode_timeout_s: float = 300.0
-    """Seconds one trajectory may take."""
+    """Seconds that the attempts of one group, which start together, may take."""
     max_turns: int = 16
     """Assistant turns one episode may take."""
     temperature: float = 1.0

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class Shared:
     """Last version that was scored."""
     handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
+
+
+@lru_cache(maxsize=1024)  # asked for by every attempt of a group
+def _group_seed(seed: int, group: int) -> int:
+    return derive_seed(seed, "evaluate" if group < 0 else "rollout", group)
 
 
 class Stage:
@@ -121,7 +126,7 @@ class Stage:
     def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
         """Everything one attempt may use. `sampling` is given by evaluations, which use the
         sampler."""
-        seed = derive_seed(self.settings.seed, "evaluate" if lease.id < 0 else "rollout", lease.id)
+        seed = _group_seed(self.settings.seed, lease.id)
         name = f"g{lease.id}"
         if index is not None:
             name, seed = f"{name}.{index}", derive_seed(seed, index)

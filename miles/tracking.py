@@ -25,7 +25,9 @@ class Tracking:
 
     def __init__(self, trackers: Mapping[str, Tracker], *, limit: int = 4096) -> None:
         self._trackers = dict(trackers)
-        self._queue: queue.Queue[tuple[str, Mapping[str, Any]] | None] = queue.Queue(limit)
+        # a SimpleQueue hands over in C; bounded by looking at its size, which only this side grows
+        self._queue: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._limit = limit
         self._left_out = 0
         self._closed = False
         self._thread = threading.Thread(target=self._tell, name="trackers", daemon=True)
@@ -33,13 +35,14 @@ class Tracking:
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """Queue one moment; never waits."""
-        try:
-            if self._left_out:
-                text = f"trackers fell behind: {self._left_out} moments left out"
-                self._queue.put_nowait(("warned", {"text": text}))
-                self._left_out = 0
-            self._queue.put_nowait((name, data))
-        except queue.Full:
+        room = self._limit - self._queue.qsize()
+        if room > 1 and self._left_out:
+            text = f"trackers fell behind: {self._left_out} moments left out"
+            self._queue.put(("warned", {"text": text}))
+            self._left_out = 0
+        if room > 0:
+            self._queue.put((name, data))
+        else:
             self._left_out += 1
 
     def _tell(self) -> None:
@@ -66,9 +69,6 @@ class Tracking:
         time."""
         if not self._closed:
             self._closed = True
-            try:
-                self._queue.put(None, timeout=timeout)
-            except queue.Full:
-                return list(self._trackers)
+            self._queue.put(None)
             self._thread.join(timeout)
         return list(self._trackers) if self._thread.is_alive() else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_measure_counts_what_was_there() -> None:
         buffer.finish(g, None)
     buffer.finish(group(2, [0.0, 0.0], 5), Drop(reason="zero_variance"))
     with measure.timing("wait"):
+        assert asyncio.run(buffer.take(2)) == groups
         time.sleep(0.02)
     measure.engine_health(
         {"busy_s": 0.01, "tokens": 40.0, "prompt_tokens": 20.0, "cached_tokens": 5.0}
