@@ -70,6 +70,7 @@ def test_resume_marks_what_the_lost_weights_were_trained_on(tiny, command, tmp_p
     assert all(len(fate) == 1 for fate in once.values())
 
 
+@pytest.mark.slow
 def test_interrupt_writes_a_checkpoint_exits_130_and_resumes_exactly(
     tiny, tiny_overrides, new_run, command, write
 ):
