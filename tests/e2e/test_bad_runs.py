@@ -93,7 +93,7 @@ def test_groups_that_are_all_dropped_starve_the_run_with_what_was_seen(rl, data,
 
 
 @pytest.mark.slow
-def test_a_prompt_longer_than_the_context_is_dropped_by_name(rl, write):
+def test_a_prompt_longer_than_the_context_is_refused_by_name(rl, write):
     long = "1+" * 2000
     rows = [{"prompt": long, "answer": "1"}]
     path = write("long.jsonl", json.dumps(rows[0]) + "\n")
@@ -101,11 +101,10 @@ def test_a_prompt_longer_than_the_context_is_dropped_by_name(rl, write):
         "environment=dataset",
         f"environment.path={path}",
         "environment.reward=exact",
-        "starved_after_s=2",
     )
-    assert ended.code == 1, ended.text
-    assert "context" in ended.err or "max_len" in ended.err
-    assert "4000" in ended.err or "prompt" in ended.err
+    assert ended.code == 2, ended.text
+    assert "the prompt of task 'row-1' has 40" in ended.err
+    assert "do not fit" in ended.err
 
 
 @pytest.mark.slow

