@@ -146,3 +146,8 @@ def test_run_tensorboard_reads_the_same_numbers_back(tiny):
 def test_run_wandb_offline_leaves_a_run_to_sync(tiny):
     pytest.importorskip("wandb")
     assert list(tiny.directory.rglob("run-*.wandb"))
+
+
+def test_run_logs_its_driver_to_a_file(tiny):
+    text = (tiny.directory / "logs" / "driver.log").read_text()
+    assert "Traceback" not in text

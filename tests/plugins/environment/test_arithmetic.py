@@ -130,3 +130,20 @@ def test_last_number_tells_a_sign_from_a_subtraction(text, number):
 def test_configuration_that_makes_no_sense_is_refused(config, words):
     with pytest.raises(ConfigError, match=f"environment arithmetic: {words}"):
         make(**config)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5, 1.0])
+def test_mistakes_change_one_digit_of_that_share_of_solutions_and_no_answer(mistakes):
+    tasks = make(mistakes=mistakes).tasks("train")
+    right = make().tasks("train")
+    wrong = 0
+    for task, other in zip(tasks[:2000], right[:2000], strict=True):
+        assert task.answer == other.answer == other.solution
+        assert len(task.solution) == len(task.answer)
+        differing = sum(a != b for a, b in zip(task.solution, task.answer, strict=True))
+        assert differing <= 1
+        wrong += differing
+    assert wrong / 2000 == pytest.approx(mistakes, abs=0.05)
+    assert [t.solution for t in make(mistakes=mistakes).tasks("train")[:50]] == [
+        t.solution for t in tasks[:50]
+    ]

@@ -161,3 +161,9 @@ def test_registrations_import_no_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_random_model_is_initialized_by_its_width_unless_told(kind):
+    assert _make(kind, hidden_size=256).hf_config()["initializer_range"] == 1 / 16
+    assert _make(kind, init_std=0.02).hf_config()["initializer_range"] == 0.02

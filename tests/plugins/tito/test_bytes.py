@@ -133,3 +133,9 @@ def test_saved_tokenizer_knows_its_special_tokens(saved):
 def test_message_beyond_this_markup_is_refused(message, words):
     with pytest.raises(EpisodeError, match=words):
         TITO.render([{"role": "user", "content": "x"}, message])
+
+
+def test_saved_files_say_where_generation_ends(tmp_path):
+    TITO.save(tmp_path)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (found["eos_token_id"], found["pad_token_id"]) == (TURN_END, 256)
