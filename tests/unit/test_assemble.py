@@ -19,7 +19,7 @@ def handle(name: str, *fingerprints: str) -> FakeHandle:
 
 def test_assemble_accepts_one_precision_everywhere() -> None:
     sides = [handle("trainer", "fp32", "fp32"), handle("engine", "fp32")]
-    asyncio.run(_agree("fp32", sides, 5.0))
+    assert asyncio.run(_agree("fp32", sides, 5.0)) is None
 
 
 def test_assemble_refuses_a_rank_of_another_precision() -> None:
