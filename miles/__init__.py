@@ -10,7 +10,7 @@ from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
-from miles.settings import RunKeys, Settings
+from miles.settings import RunKeys, SessionKeys, Settings
 from miles.types import *  # noqa: F403
 from miles.wire import Connection, error_from_wire
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Connection",
     "RunKeys",
+    "SessionKeys",
     "Settings",
     "derive_seed",
     "error_from_wire",

@@ -20,6 +20,7 @@ __all__ = [
     "EpisodeError",
     "EpisodeTimeout",
     "GenerationAborted",
+    "HistoryMismatch",
     "MilesError",
     "PluginConflict",
     "PluginError",
@@ -28,11 +29,17 @@ __all__ = [
     "PluginVersionError",
     "PromptTooLong",
     "RolloutError",
+    "RoutingError",
     "RunError",
     "SampleError",
     "SandboxError",
+    "SessionClosed",
+    "SessionConflict",
+    "SessionError",
+    "SessionFull",
     "TokenMismatch",
     "TrainerError",
+    "UnsupportedRequest",
     "WeightSyncError",
     "WorkerError",
     "choices",
@@ -140,6 +147,52 @@ class GenerationAborted(RolloutError):
     """The engine ended a completion before its end, because somebody asked it to."""
 
     reason = "aborted"
+
+
+class RoutingError(RolloutError):
+    """A request has no routing key, or no engine can take it; the trajectory is named."""
+
+    reason = "routing_error"
+
+
+class SessionError(RolloutError):
+    """A request that a session refuses; `status` is the HTTP status that says so."""
+
+    reason = "session_error"
+    status = 400
+
+
+class HistoryMismatch(SessionError):
+    """A request does not continue the recorded history: which message differs, and how."""
+
+    reason = "history_mismatch"
+
+
+class UnsupportedRequest(SessionError):
+    """A request asks for what cannot be honoured; the parameter is named."""
+
+    reason = "unsupported_request"
+
+
+class SessionConflict(SessionError):
+    """Another request is being answered, or the turn to extend ended by length."""
+
+    reason = "session_conflict"
+    status = 409
+
+
+class SessionClosed(SessionError):
+    """No such session: never opened, closed, or expired after its idle limit."""
+
+    reason = "session_closed"
+    status = 404
+
+
+class SessionFull(SessionError):
+    """A limit is reached: sessions, tokens, or turns."""
+
+    reason = "session_full"
+    status = 429
 
 
 class RunError(MilesError):

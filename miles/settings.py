@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["RunKeys", "Settings"]
+__all__ = ["RunKeys", "SessionKeys", "Settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,41 @@ class RunKeys:
     """Folder that holds run directories."""
     name: str = ""
     """Name of this run's directory; empty makes one from the experiment, date and time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionKeys:
+    """How conversations are recorded."""
+
+    extension: Literal["linear", "branching"] = "linear"
+    """Whether a request must extend the history, or may branch off an earlier turn."""
+    compare: Literal["strict", "json_arguments", "role_text"] = "strict"
+    """When a replayed message counts as the recorded one: the fields a chat template reads; the
+    same with tool arguments compared as JSON; or role and visible text only."""
+    on_mismatch: Literal["fail", "mask"] = "fail"
+    """What tokens that do not extend the stored ones do to their trajectory: fail it, or mask
+    them."""
+    history: Literal["keep", "rebase"] = "keep"
+    """Templates that drop old reasoning: keep the stored tokens, or branch with what the template
+    would now write."""
+    keep: Literal["all", "drop_retries", "longest"] = "all"
+    """Which leaves of a branched session become samples."""
+    idle_s: float = 3600.0
+    """Seconds without a request after which a session expires."""
+    max_sessions: int = 4096
+    """Sessions open at once."""
+    max_tokens: int = 0
+    """Longest prompt with its completion (`max_seq_len`); 0 is the model's context."""
+    max_turns: int = 1024
+    """Turns one session may hold, branches included."""
+    upstream_timeout_s: float = 600.0
+    """Seconds one generation may take."""
+    host: str = "127.0.0.1"
+    """Address the session server listens on."""
+    port: int = 0
+    """Its port; 0 takes a free one."""
+    journal: bool = True
+    """Keep an append-only journal, from which a restarted server continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +116,8 @@ class Settings:
     """Top-k in training rollouts; 0 keeps all."""
     max_new_tokens: int = 64
     """Tokens one assistant turn may take."""
+    session: SessionKeys = field(default_factory=SessionKeys)
+    """How conversations are recorded, and the session server."""
     resume: str = ""
     """Run directory or checkpoint to continue from."""
     stages: Mapping[str, Any] = field(default_factory=dict)

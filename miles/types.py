@@ -49,8 +49,10 @@ class Task:
     """Text to continue as it is, or chat messages for the model's template."""
     answer: Any = None
     """What the reward compares with."""
-    solution: str | None = None
-    """The assistant's text as a demonstration; the `demonstration` engine replays it."""
+    solution: str | tuple[Message, ...] | None = None
+    """A demonstration, which the `demonstration` engine replays turn by turn: the text of a single
+    turn, or the messages that follow the prompt, of which the assistant's are said and the others
+    (tool results) may be replayed by the environment."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Anything else the environment wants back, plain JSON values only."""
 
@@ -88,6 +90,12 @@ class Request:
     else."""
     demonstration: Array | None = None
     """(tokens,) int32: the task's own solution, for an engine that replays; others ignore it."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images in the order of their placeholders in `tokens`; empty for text."""
+    dp_rank: int | None = None
+    """Data-parallel rank inside the engine that holds this key's KV cache; set by the router."""
+    want_experts: bool = False
+    """Return the experts that were chosen, for replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +151,8 @@ class Sample:
     nothing was cut."""
     experts: Array | None = None
     """(tokens, layers, top_k) routing to replay; None for dense models."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images in the order of their placeholders in `tokens`."""
 
     def __post_init__(self) -> None:
         size = len(self.tokens)

@@ -9,7 +9,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from miles.types import Array, Message
 
-__all__ = ["Budget", "Decoder", "Model", "Precision", "Tito"]
+__all__ = ["Budget", "Decoder", "Model", "Precision", "Tito", "Tool"]
+
+Tool = Mapping[str, Any]
+"""A function schema as chat templates take it: `{"type": "function", "function": {...}}`."""
 
 
 @runtime_checkable
@@ -28,21 +31,29 @@ class Tito(Protocol):
     def decode(self, tokens: Array) -> str:
         """Text of ids, special tokens included, invalid bytes replaced."""
 
-    def render(self, messages: Sequence[Message]) -> Array:
-        """(tokens,) int32 of a first prompt, opening the assistant's turn."""
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
+        """(tokens,) int32 of a first prompt, opening the assistant's turn. `tools` are the function
+        schemas offered to the model; a handler whose markup has none raises `EpisodeError`."""
 
     def extend(
-        self, stored: Array, history: Sequence[Message], messages: Sequence[Message]
+        self,
+        stored: Array,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32 to append after `stored` (which ends with a sampled assistant turn
         that `history` ends with) so that `messages` follow and the assistant's turn is open. Never
         touches `stored`."""
 
-    def parse(self, tokens: Array) -> Message:
-        """A completion's ids as an assistant message."""
+    def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
+        """A completion's ids as an assistant message: `content`, and where the markup has them
+        `reasoning_content` and `tool_calls` (OpenAI's shape, `arguments` a JSON string)."""
 
-    def demonstrate(self, text: str) -> Array:
-        """(tokens,) int32 that a model would have sampled to say `text`, stop id included."""
+    def demonstrate(self, said: str | Message) -> Array:
+        """(tokens,) int32 that a model would have sampled to say a text, or an assistant message
+        with its tool calls, stop id included."""
 
     def save(self, directory: Path) -> None:
         """Write tokenizer files that `transformers` loads, for checkpoints."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from miles.protocols.model import Tito
+from miles.protocols.model import Tito, Tool
 from miles.protocols.train import Engine
 from miles.types import Drop, Group, Message, Sampling, Task, Trajectory
 
@@ -21,6 +22,7 @@ __all__ = [
     "Reply",
     "Sandbox",
     "Selector",
+    "ServedSession",
     "Split",
     "Step",
     "Tools",
@@ -53,7 +55,11 @@ class Step:
 
 @runtime_checkable
 class Episode(Protocol):
-    """One attempt, single-use. The loop calls reset once, step after every reply, reward once."""
+    """One attempt, single-use. The loop calls reset once, step after every reply, reward once.
+
+    Optional: `tools`, the function schemas offered to the model in every turn (read after `reset`);
+    `async close()`, called at the end however the attempt ended.
+    """
 
     async def reset(self) -> str | Sequence[Message]:
         """The prompt: text to continue, or chat messages."""
@@ -70,13 +76,31 @@ class Conversation(Protocol):
     """A token-exact session: what was sampled is never re-tokenized. Given to environments, never
     built by them."""
 
-    async def turn(self, messages: str | Sequence[Message]) -> Reply:
-        """Append messages (or, first, raw text) and sample one assistant turn."""
+    async def turn(self, messages: str | Sequence[Message], *, tools: Sequence[Tool] = ()) -> Reply:
+        """Append messages (or, first, raw text) and sample one assistant turn, offering `tools`."""
 
     def trajectory(
         self, *, reward: float, metrics: Mapping[str, float] | None = None
     ) -> Trajectory:
         """Everything so far, as the trajectory to train on."""
+
+
+class ServedSession(Protocol):
+    """A token-exact session that an agent outside the loop reaches over HTTP."""
+
+    base_url: str
+    """`http://127.0.0.1:PORT/sessions/ID`: Anthropic clients take it as it is, OpenAI clients with
+    `/v1` behind it."""
+    api_key: str
+    """Bearer token of this session; it opens no other."""
+    model: str
+    """Model name to send."""
+
+    def trajectory(
+        self, *, reward: float, metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """Everything recorded so far, as the trajectory to train on. Raises `EpisodeError` when
+        nothing was sampled, `TokenMismatch` when a turn did not extend what was stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +125,9 @@ class Tools:
     """Where commands run, when one was chosen."""
     conversation: Callable[[str], Conversation]
     """A fresh conversation under the given routing key."""
+    serve: Callable[[str], AbstractAsyncContextManager[ServedSession]] | None = None
+    """A session under the given routing key, open to an agent's HTTP requests inside the block;
+    what is still being generated is aborted when it ends."""
     play: Callable[[int], Awaitable[Trajectory]] | None = None
     """In `rollout`, of an environment that also has `play` or `episode`: play attempt number i that
     way, failures already turned into values."""

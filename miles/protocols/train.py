@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -52,7 +52,12 @@ class Trainer(Protocol):
 @runtime_checkable
 class Engine(Protocol):
     """Who samples tokens. Async; lives in a worker process, or in the driver when `process` is
-    "driver"."""
+    "driver".
+
+    Optional: `stream(request)`, an async generator of (new tokens,) int32 arrays as they are
+    decoded and last the whole `Completion`; and `dp_ranks`, how many data-parallel ranks a routing
+    key can be bound to.
+    """
 
     samples: ClassVar[bool]
     """False for an engine that replays demonstrations and needs no weights."""
@@ -110,6 +115,9 @@ class Handle(Protocol):
         self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """The same in every rank at once."""
+
+    def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
+        """Call an async generator method in one rank; its items as they come."""
 
 
 class Sender(Protocol):

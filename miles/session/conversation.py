@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from miles.errors import EngineError, EpisodeError, GenerationAborted, PromptTooLong
-from miles.protocols import Engine, Reply, Tito
+from miles.protocols import Engine, Reply, Tito, Tool
 from miles.seeds import derive_seed
 from miles.types import Array, Completion, Message, Request, Sample, Sampling, Span, Trajectory
 
@@ -54,7 +54,7 @@ class LinearConversation:
         engine: Engine,
         sampling: Sampling,
         seed: int,
-        solution: str | None = None,
+        solution: str | tuple[Message, ...] | None = None,
         max_len: int | None = None,
     ) -> None:
         """`sampling` gets the handler's stop ids unless it brings its own; `solution` is what an
@@ -76,13 +76,13 @@ class LinearConversation:
         self._size = 0
         self._text = ""
 
-    async def turn(self, messages: str | Sequence[Message]) -> Reply:
+    async def turn(self, messages: str | Sequence[Message], *, tools: Sequence[Tool] = ()) -> Reply:
         """Append messages (or, first, raw text) and sample one assistant turn.
 
         Raises `PromptTooLong`, `GenerationAborted`, whatever the engine and the tito handler raise,
         and `EpisodeError` for raw text after the first turn or after a raw first turn.
         """
-        chunk, history = self._prompt(messages)
+        chunk, history = self._prompt(messages, tools)
         size = self._size + len(chunk)
         if not size:
             raise EpisodeError(f"conversation {self._key}: the prompt is empty")
@@ -104,7 +104,7 @@ class LinearConversation:
             raise GenerationAborted(
                 f"conversation {self._key}: turn {turn} was aborted by the engine"
             )
-        message = self._tito.parse(completion.tokens)
+        message = self._tito.parse(completion.tokens, tools=tools)
         self._chunks += (chunk, completion.tokens)
         self._offsets.append(size)
         self._completions.append(completion)
@@ -136,7 +136,7 @@ class LinearConversation:
         )
 
     def _prompt(
-        self, messages: str | Sequence[Message]
+        self, messages: str | Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[Array, tuple[Message, ...] | None]:
         """(new tokens,) int32 to append before the next completion, and the history up to there."""
         if isinstance(messages, str):
@@ -147,14 +147,17 @@ class LinearConversation:
             return self._tito.encode(messages), None
         added = tuple(messages)
         if not self._completions:
-            return self._tito.render(added), added
+            return self._tito.render(added, tools=tools), added
         if self._history is None:
             raise EpisodeError(
                 f"conversation {self._key}: it began as raw text, so no messages can follow; begin "
                 "with messages"
             )
         stored = np.concatenate(self._chunks)
-        return self._tito.extend(stored, self._history, added), (*self._history, *added)
+        return self._tito.extend(stored, self._history, added, tools=tools), (
+            *self._history,
+            *added,
+        )
 
     def _room(self, size: int) -> Sampling:
         """The sampling, with no more new tokens than the context still holds."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from miles.errors import EpisodeError
-from miles.protocols import Context, Reply, Split, Step
+from miles.protocols import Context, Reply, Split, Step, Tool
 from miles.seeds import derive_seed
 from miles.types import Array, Message, Task
 
@@ -57,25 +57,31 @@ class FakeTito:
     def _turn(self, message: Message) -> list[int]:
         return [TURN, *self.encode(f"{message['role']}\n{message['content']}"), END]
 
-    def render(self, messages: Sequence[Message]) -> Array:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
         """(tokens,) int32 of every message, then an open assistant turn."""
         tokens = [token for message in messages for token in self._turn(message)]
         return np.array([*tokens, TURN, *self.encode("assistant\n")], np.int32)
 
     def extend(
-        self, stored: Array, history: Sequence[Message], messages: Sequence[Message]
+        self,
+        stored: Array,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32: the missing end mark if the last turn was cut, then the messages."""
         closing = [] if len(stored) and stored[-1] == END else [END]
         return np.array([*closing, *self.render(messages)], np.int32)
 
-    def parse(self, tokens: Array) -> Message:
+    def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
         """Everything but a final end mark."""
         body = tokens[:-1] if len(tokens) and tokens[-1] == END else tokens
         return {"role": "assistant", "content": self.decode(body)}
 
-    def demonstrate(self, text: str) -> Array:
+    def demonstrate(self, said: str | Message) -> Array:
         """(tokens,) int32 of the text and the end mark."""
+        text = said if isinstance(said, str) else said["content"]
         return np.array([*self.encode(text), END], np.int32)
 
     def save(self, directory: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles import Array, Context, EpisodeError, Message
+from miles import Array, Context, EpisodeError, Message, Tool
 
 END_OF_TEXT, TURN_START, TURN_END = 256, 257, 258
 _SPECIAL = {END_OF_TEXT: "<|endoftext|>", TURN_START: "<|im_start|>", TURN_END: "<|im_end|>"}
@@ -80,26 +80,32 @@ class Bytes:
         except ValueError:  # an id that is no byte
             return b"".join(_bytes_of(ids)).decode("utf-8", "replace")
 
-    def render(self, messages: Sequence[Message]) -> Array:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
         """(tokens,) int32 of the conversation so far, the assistant's turn open. Raises
         `EpisodeError`."""
         return self._turns([], messages)
 
     def extend(
-        self, stored: Array, history: Sequence[Message], messages: Sequence[Message]
+        self,
+        stored: Array,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32: the rest of the stored turn's closing mark (all of it when the turn
         was cut short), then `messages`, then the assistant's turn open. Raises `EpisodeError`."""
         closed = len(stored) > 0 and int(stored[-1]) == TURN_END
         return self._turns([_BETWEEN if closed else _CLOSE], messages)
 
-    def parse(self, tokens: Array) -> Message:
+    def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
         """The completion as an assistant message, its stop id removed."""
         closed = len(tokens) > 0 and int(tokens[-1]) == TURN_END
         return {"role": "assistant", "content": self.decode(tokens[:-1] if closed else tokens)}
 
-    def demonstrate(self, text: str) -> Array:
+    def demonstrate(self, said: str | Message) -> Array:
         """(tokens,) int32 of the text and the stop id."""
+        text = said if isinstance(said, str) else _text_of(said, "content", 0)
         return np.concatenate([self.encode(text), _STOP])
 
     def save(self, directory: Path) -> None:

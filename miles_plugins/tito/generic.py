@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from miles import Array, ConfigError, Context, EpisodeError, Message, TokenMismatch
+from miles import Array, ConfigError, Context, EpisodeError, Message, TokenMismatch, Tool
 from miles_plugins.tito.bytes import Bytes
 
 _FILES = (
@@ -95,14 +95,19 @@ class Generic:
         """Text of ids, special tokens included."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
-    def render(self, messages: Sequence[Message]) -> Array:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
         """(tokens,) int32 of the template's text, the assistant's turn open.
 
         Raises `EpisodeError` when the template refuses the messages."""
         return self.encode(self._text(messages, opened=True))
 
     def extend(
-        self, stored: Array, history: Sequence[Message], messages: Sequence[Message]
+        self,
+        stored: Array,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32 to append to `stored`. Raises `TokenMismatch` when the template does
         not continue what it said before, and `EpisodeError` when it refuses the messages.
@@ -122,13 +127,14 @@ class Generic:
         closed = len(stored) > 0 and int(stored[-1]) in self.stop_ids
         return self._continue(stored, (self._between if closed else end) + whole[len(before) :])
 
-    def parse(self, tokens: Array) -> Message:
+    def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
         """The completion as an assistant message: all of its text, the stop id removed."""
         closed = len(tokens) > 0 and int(tokens[-1]) in self.stop_ids
         return {"role": "assistant", "content": self.decode(tokens[:-1] if closed else tokens)}
 
-    def demonstrate(self, text: str) -> Array:
+    def demonstrate(self, said: str | Message) -> Array:
         """(tokens,) int32 of the text and what closes a turn, up to the stop id."""
+        text = said if isinstance(said, str) else str(said["content"])
         return self.encode(text + self._closing)
 
     def save(self, directory: Path) -> None:

@@ -317,7 +317,7 @@ class Endless(FakeTito):
 class Deaf(FakeTito):
     """Hears the end mark as text."""
 
-    def parse(self, tokens):
+    def parse(self, tokens, *, tools=()):
         return {"role": "assistant", "content": self.decode(tokens)}
 
 
@@ -325,7 +325,7 @@ class Deaf(FakeTito):
 class Closed(FakeTito):
     """Opens no turn."""
 
-    def render(self, messages):
+    def render(self, messages, *, tools=()):
         return np.append(super().render(messages), 257).astype(np.int32)
 
 
@@ -333,7 +333,7 @@ class Closed(FakeTito):
 class Doubling(FakeTito):
     """Ends a turn that has ended."""
 
-    def extend(self, stored, history, messages):
+    def extend(self, stored, history, messages, *, tools=()):
         return np.concatenate([[257], super().extend(stored, history, messages)]).astype(np.int32)
 
 
@@ -343,7 +343,7 @@ class Growing(FakeTito):
 
     count = itertools.count()
 
-    def extend(self, stored, history, messages):
+    def extend(self, stored, history, messages, *, tools=()):
         said = self.encode(str(next(self.count)))
         return np.concatenate([super().extend(stored, history, messages), said])
 
@@ -352,7 +352,7 @@ class Growing(FakeTito):
 class Open(FakeTito):
     """Leaves a turn open that was cut."""
 
-    def extend(self, stored, history, messages):
+    def extend(self, stored, history, messages, *, tools=()):
         return self.render(messages)
 
 
@@ -360,7 +360,7 @@ class Open(FakeTito):
 class Refusing(FakeTito):
     """Sees a mismatch in every second turn."""
 
-    def extend(self, stored, history, messages):
+    def extend(self, stored, history, messages, *, tools=()):
         if len(history) > 2:
             raise TokenMismatch("token 3 differs")
         return super().extend(stored, history, messages)

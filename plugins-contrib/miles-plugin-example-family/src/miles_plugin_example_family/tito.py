@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from miles import Array, Context, EpisodeError, Message
+from miles import Array, Context, EpisodeError, Message, Tool
 
 MARKS = (
     "<|lantern|>",
@@ -73,18 +73,25 @@ class ExampleFamilyTito:
         said = b"".join(_bytes(int(token)) for token in tokens)
         return said.decode("utf-8", "replace")
 
-    def render(self, messages: Sequence[Message]) -> Array:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
         """(tokens,) int32 of a first prompt, the assistant's turn open. Raises `EpisodeError`."""
+        if tools:
+            raise EpisodeError("tito plain: this markup has no words for tools")
         return np.array([BEGIN, *self._turns(messages)], np.int32)
 
     def extend(
-        self, stored: Array, history: Sequence[Message], messages: Sequence[Message]
+        self,
+        stored: Array,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32: the end of the stored turn if it was cut, then the messages."""
         cut = not len(stored) or int(stored[-1]) != OVER
         return np.array([*([OVER] if cut else []), *self._turns(messages)], np.int32)
 
-    def parse(self, tokens: Array) -> Message:
+    def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
         """A completion as an assistant message, reasoning and tool calls apart from what was said.
 
         A part that was cut before its closing mark counts to the end.
@@ -112,8 +119,9 @@ class ExampleFamilyTito:
             message["tool_calls"] = [_call(i, text) for i, text in enumerate(parts["tool_calls"])]
         return message
 
-    def demonstrate(self, text: str) -> Array:
+    def demonstrate(self, said: str | Message) -> Array:
         """(tokens,) int32 of the text and the stop id."""
+        text = said if isinstance(said, str) else str(said["content"])
         return np.array([*self.encode(text), OVER], np.int32)
 
     def save(self, directory: Path) -> None:
