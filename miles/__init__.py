@@ -8,6 +8,7 @@ from miles import episode, errors, protocols, types
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
+from miles.identity import process_alive, process_identity
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, SessionKeys, Settings
@@ -23,6 +24,8 @@ __all__ = [
     "derive_seed",
     "error_from_wire",
     "hookimpl",
+    "process_alive",
+    "process_identity",
     *episode.__all__,
     *errors.__all__,
     *protocols.__all__,

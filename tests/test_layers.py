@@ -31,7 +31,7 @@ class Row:
 
 
 TABLE = {
-    "data": Row("types errors seeds settings", "data", "numpy"),
+    "data": Row("types errors seeds settings identity", "data", "numpy"),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(

@@ -15,10 +15,12 @@ Split = Literal["train", "heldout"]
 
 __all__ = [
     "Box",
+    "BoxInfo",
     "Conversation",
     "Environment",
     "Episode",
     "ExecResult",
+    "Inventory",
     "Reply",
     "Sandbox",
     "Selector",
@@ -186,10 +188,49 @@ class Box(Protocol):
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Where an agent's commands run."""
+    """Where an agent's commands run.
+
+    Optional: `Inventory`, when boxes can outlive the process that opened them; `async close()`,
+    called once when the run ends, for what is kept between boxes (prepared boxes, connections).
+    """
 
     async def open(self, task: Task) -> Box:
-        """A fresh box for one attempt at a task."""
+        """A fresh box for one attempt at a task. Raises `SandboxError` when there is none to be
+        had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxInfo:
+    """A box that exists somewhere, as `miles sandboxes list` shows it."""
+
+    id: str
+    """What `remove` takes."""
+    owner: str = ""
+    """`miles.process_identity()` of the process that opened it, kept as a label with the box;
+    empty when unknown. From it, whether a box is leaked is decided."""
+    run: str = ""
+    """Name of the run's directory."""
+    task: str = ""
+    """Id of the task it was opened for; empty for a box prepared in advance."""
+    created: float = 0.0
+    """Seconds since the epoch; 0 when unknown."""
+    state: str = "running"
+    """The provider's word for what it is doing."""
+
+
+@runtime_checkable
+class Inventory(Protocol):
+    """Optional part of a sandbox: which of its boxes exist, whoever opened them, and removing one.
+
+    Only boxes that miles opened are listed (by their labels), those of this process included. Both
+    raise `SandboxError` when the provider cannot be asked.
+    """
+
+    async def list(self) -> Sequence[BoxInfo]:
+        """Every box of ours that still exists, in any order."""
+
+    async def remove(self, id: str) -> None:
+        """Stop a box and everything in it; one that is already gone is no error."""
 
 
 @runtime_checkable
