@@ -114,9 +114,14 @@ class EpisodeError(RolloutError):
 
 
 class SandboxError(RolloutError):
-    """A sandbox could not be opened or used."""
+    """A sandbox could not be opened or used; `retryable` when the same request may succeed later
+    (busy, unreachable), not when it never will (refused, gone)."""
 
     reason = "sandbox_error"
+
+    def __init__(self, *args: object, retryable: bool = False) -> None:
+        super().__init__(*args)
+        self.retryable = retryable
 
 
 class EngineError(RolloutError):
