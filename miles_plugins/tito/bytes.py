@@ -1,6 +1,7 @@
 """A tokenizer whose ids are the bytes of UTF-8, with the ChatML markup of the embedded model.
 
-It has three special tokens and no merges; it knows nothing of tools, images or other markups.
+It has three special tokens and no merges; words for tools are in `toolwords`. It knows nothing of
+reasoning, images or other markups.
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from miles import Array, Context, EpisodeError, Message, Tool
+from miles_plugins.tito import toolwords
 
 END_OF_TEXT, TURN_START, TURN_END = 256, 257, 258
 _SPECIAL = {END_OF_TEXT: "<|endoftext|>", TURN_START: "<|im_start|>", TURN_END: "<|im_end|>"}
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 def _ids(data: bytes) -> Array:
@@ -53,9 +50,11 @@ class Bytes:
     """Byte-level tokens in ChatML: ids 0 to 255 are bytes, 256 ends a text, 257 opens a turn, 258
     closes one.
 
-    `encode` never makes a special token: markup inside a user's text stays text, so nobody can
-    close a turn by writing about it. Ids of 259 and above, which a model with a padded vocabulary
-    may sample, decode to U+FFFD.
+    Tools are offered in the system's turn, one line each, and called by
+    `<tool_call>{"name":...,"arguments":{...}}</tool_call>` at the end of a turn; what is no
+    well-formed call stays text. `encode` never makes a special token: markup inside a user's text
+    stays text, so nobody can close a turn by writing about it. Ids of 259 and above, which a model
+    with a padded vocabulary may sample, decode to U+FFFD.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +80,9 @@ class Bytes:
             return b"".join(_bytes_of(ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
-        """(tokens,) int32 of the conversation so far, the assistant's turn open. Raises
-        `EpisodeError`."""
-        return self._turns([], messages)
+        """(tokens,) int32 of the conversation so far, the assistant's turn open; `tools` are told
+        at the end of the system's turn, which is made when there is none. Raises `EpisodeError`."""
+        return self._turns([], toolwords.with_tools(messages, tools))
 
     def extend(
         self,
@@ -94,18 +93,23 @@ class Bytes:
         tools: Sequence[Tool] = (),
     ) -> Array:
         """(new tokens,) int32: the rest of the stored turn's closing mark (all of it when the turn
-        was cut short), then `messages`, then the assistant's turn open. Raises `EpisodeError`."""
+        was cut short), then `messages`, then the assistant's turn open. `tools` were told in the
+        first prompt and are not told again. Raises `EpisodeError`."""
         closed = len(stored) > 0 and int(stored[-1]) == TURN_END
         return self._turns([_BETWEEN if closed else _CLOSE], messages)
 
     def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
-        """The completion as an assistant message, its stop id removed."""
-        closed = len(tokens) > 0 and int(tokens[-1]) == TURN_END
-        return {"role": "assistant", "content": self.decode(tokens[:-1] if closed else tokens)}
+        """The completion as an assistant message, its stop id removed: `content`, and `tool_calls`
+        where a closed turn ends in well-formed ones, whatever `tools` were offered."""
+        if not (len(tokens) and int(tokens[-1]) == TURN_END):
+            return {"role": "assistant", "content": self.decode(tokens)}
+        content, calls = toolwords.split(self.decode(tokens[:-1]))
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        return {**message, "tool_calls": calls} if calls else message
 
     def demonstrate(self, said: str | Message) -> Array:
-        """(tokens,) int32 of the text and the stop id."""
-        text = said if isinstance(said, str) else _text_of(said, "content", 0)
+        """(tokens,) int32 of the text, or the message with its tool calls, and the stop id."""
+        text = said if isinstance(said, str) else _said(said, 0)
         return np.concatenate([self.encode(text), _STOP])
 
     def save(self, directory: Path) -> None:
@@ -129,7 +133,7 @@ class Bytes:
             "eos_token": _SPECIAL[TURN_END],
             "pad_token": _SPECIAL[END_OF_TEXT],
             "clean_up_tokenization_spaces": False,
-            "chat_template": _TEMPLATE,
+            "chat_template": toolwords.TEMPLATE,
         }
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
         ends = {"eos_token_id": TURN_END, "pad_token_id": END_OF_TEXT}  # where `generate` stops
@@ -137,12 +141,8 @@ class Bytes:
 
     def _turns(self, parts: list[Array], messages: Sequence[Message]) -> Array:
         for index, message in enumerate(messages):
-            if message.get("tool_calls"):
-                raise EpisodeError(
-                    f"tito bytes: message {index} calls tools, for which this markup has no words"
-                )
             parts.append(_header(_text_of(message, "role", index)))
-            parts.append(self.encode(_text_of(message, "content", index)))
+            parts.append(self.encode(_said(message, index)))
             parts.append(_CLOSE)
         if messages:
             parts[-1] = _CLOSE_AND_OPEN
@@ -159,6 +159,15 @@ def _text_of(message: Message, field: str, index: int) -> str:
             "this markup has roles and text only"
         )
     return text
+
+
+def _said(message: Message, index: int) -> str:
+    """A message's text and its tool calls as they are written."""
+    nothing = message.get("role") == "assistant" and message.get("content") is None
+    text = "" if nothing else _text_of(message, "content", index)
+    return text + "".join(
+        toolwords.call_text(call, index) for call in message.get("tool_calls") or ()
+    )
 
 
 def _bytes_of(ids: Iterable[int]) -> Iterable[bytes]:

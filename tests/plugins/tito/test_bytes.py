@@ -127,7 +127,10 @@ def test_saved_tokenizer_knows_its_special_tokens(saved):
         ({"role": "user", "content": None}, "content of message 1 is NoneType, not text"),
         ({"role": "user", "content": [{"type": "text"}]}, "content of message 1 is list"),
         ({"content": "x"}, "role of message 1 is NoneType"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "message 1 calls tools"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{}]},
+            "message 1 has the tool call {}",
+        ),
     ],
 )
 def test_message_beyond_this_markup_is_refused(message, words):
@@ -139,3 +142,135 @@ def test_saved_files_say_where_generation_ends(tmp_path):
     TITO.save(tmp_path)
     found = json.loads((tmp_path / "generation_config.json").read_text())
     assert (found["eos_token_id"], found["pad_token_id"]) == (TURN_END, 256)
+
+
+# ---------------------------------------------------------------- tools
+
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run it.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string"}, "seconds": {"type": "number"}, "any": {}},
+            "required": ["code"],
+        },
+    },
+}
+BARE = {"type": "function", "function": {"name": "now"}}
+
+
+def call(arguments, name="python"):
+    return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+arguments = st.dictionaries(st.text(max_size=4) | st.just("</tool_call>"), json_values, max_size=3)
+calls = st.builds(call, arguments, st.text(max_size=5))
+compact = st.builds(
+    lambda a, n: call(json.dumps(a, ensure_ascii=False, separators=(",", ":")), n),
+    arguments,
+    st.text(max_size=5),
+)
+tool_turns = st.lists(
+    st.builds(lambda r, c: {"role": r, "content": c}, roles, st.text(max_size=8))
+    | st.builds(
+        lambda c, t: {"role": "assistant", "content": c, "tool_calls": t},
+        st.none() | st.text(max_size=8),
+        st.lists(calls | compact, max_size=2),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def test_tools_are_lines_of_the_systems_turn():
+    user = {"role": "user", "content": "hi"}
+    lines = "Tools:\npython(code: string, seconds?: number, any?) Run it.\nnow()"
+    made = TITO.decode(TITO.render([user], tools=[PYTHON, BARE]))
+    assert made.startswith(f"<|im_start|>system\n{lines}<|im_end|>\n<|im_start|>user\nhi")
+    system = {"role": "system", "content": "Be brief."}
+    made = TITO.decode(TITO.render([system, user], tools=[PYTHON, BARE]))
+    assert made.startswith(f"<|im_start|>system\nBe brief.\n\n{lines}<|im_end|>\n<|im_start|>user")
+
+
+def test_calls_and_results_are_written_in_their_turns():
+    said = {"role": "assistant", "content": None, "tool_calls": [call('{"code":"1+1"}')]}
+    talk = [{"role": "user", "content": "1+1="}, said, {"role": "tool", "content": "2"}]
+    assert TITO.decode(TITO.render(talk)).endswith(
+        '<|im_start|>assistant\n<tool_call>{"name":"python","arguments":{"code":"1+1"}}</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@given(texts, st.lists(compact, min_size=1, max_size=3))
+def test_parse_gives_back_content_and_calls_as_they_were_said(content, made):
+    said = {"role": "assistant", "content": content, "tool_calls": made}
+    found = TITO.parse(TITO.demonstrate(said))
+    assert found["content"] == content
+    assert [c["function"] for c in found["tool_calls"]] == [c["function"] for c in made]
+    assert len({c["id"] for c in found["tool_calls"]}) == len(made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(talk=tool_turns, tools=st.lists(st.sampled_from([PYTHON, BARE]), max_size=2))
+def test_transformers_renders_tools_to_the_same_ids(saved, talk, tools):
+    found = saved.apply_chat_template(
+        talk, tools=tools or None, add_generation_prompt=True, return_dict=False
+    )
+    np.testing.assert_array_equal(found, TITO.render(talk, tools=tools))
+
+
+@settings(max_examples=60)
+@given(
+    tool_turns, st.lists(st.tuples(texts, st.lists(compact, max_size=2), tool_turns), max_size=3)
+)
+def test_stored_plus_extension_is_the_whole_rendering_with_tools(first, turns):
+    stored, history = TITO.render(first, tools=[PYTHON]), list(first)
+    for content, made, added in turns:
+        said = TITO.demonstrate({"role": "assistant", "content": content, "tool_calls": made})
+        stored, history = np.concatenate([stored, said]), [*history, TITO.parse(said)]
+        more = TITO.extend(stored, history, added, tools=[PYTHON])
+        stored, history = np.concatenate([stored, more]), [*history, *added]
+        np.testing.assert_array_equal(stored, TITO.render(history, tools=[PYTHON]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call></tool_call>",
+        '<tool_call>{"name":"python"}</tool_call>',
+        '<tool_call>{"name":"python","arguments":"1+1"}</tool_call>',
+        '<tool_call>{"name":"python","arguments":{"code":NaN}}</tool_call>',
+        '<tool_call>{"name":"python","arguments":{"a":1,"a":2}}</tool_call>',
+        '<tool_call>{"name":1,"arguments":{}}</tool_call>',
+        '<tool_call>{"name":"python","arguments":{}}',
+        '<tool_call>{"name":"python","arguments":{}}</tool_call>!',
+        '<tool_call>{"name":"python","arguments":{}}</tool_call><tool_call>',
+        "</tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_what_is_no_call_stays_text(text):
+    assert TITO.parse(TITO.demonstrate(text)) == {"role": "assistant", "content": text}
+
+
+def test_a_call_that_the_length_limit_cut_stays_text():
+    said = TITO.demonstrate({"role": "assistant", "content": "", "tool_calls": [call("{}")]})[:-1]
+    assert "tool_calls" not in TITO.parse(said)
+
+
+def test_arguments_in_another_spelling_become_the_usual_one():
+    text = '<tool_call>{"arguments": {"code": "1"}, "name": "python"}</tool_call>'
+    (found,) = TITO.parse(TITO.demonstrate(text))["tool_calls"]
+    assert found["function"] == {"name": "python", "arguments": '{"code":"1"}'}
+
+
+def test_a_tool_without_a_name_is_refused():
+    with pytest.raises(EpisodeError, match="is no tool"):
+        TITO.render([], tools=[{"name": "python"}])
