@@ -36,6 +36,8 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         plugins={"selection": registry.selection, "provenance": registry.provenance()},
         rewards=registry.rewards(),
         filters=registry.filters(),
+        tools=registry.tools(),
+        agents=registry.agents(),
     )
     for kind in ("model", "precision", "tito", "environment"):
         context = replace(context, **{kind: registry.build(specs[kind], context)})

@@ -175,9 +175,9 @@ def _offered(registry: Registry) -> tuple[dict[str, Any], list[str]]:
     """Rewards and filters of all plugins, as a context takes them."""
     offered: dict[str, Any] = {}
     faults = []
-    for name, read in (("rewards", registry.rewards), ("filters", registry.filters)):
+    for name in ("rewards", "filters", "tools", "agents"):
         try:
-            offered[name] = read()
+            offered[name] = getattr(registry, name)()
         except MilesError as error:
             faults.append(error.detail)
     return offered, faults

@@ -45,6 +45,19 @@ def miles_filters() -> Mapping[str, Callable[[Group], Drop | None]]:  # type: ig
 
 
 @hookspec
+def miles_tools() -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
+    """Functions that a model may call, by name, for `environment.tools`: annotated parameters, a
+    docstring, plain or async. All answers are merged; a name twice is a conflict."""
+
+
+@hookspec
+def miles_agents() -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
+    """Black-box agents by name, for `environment=harness`: `async agent(task, *, base_url, api_key,
+    model)`, which returns a reward, or a text to grade. All answers are merged; a name twice is a
+    conflict."""
+
+
+@hookspec
 def miles_check(config: Mapping[str, Any]) -> Sequence[str]:  # type: ignore[empty-body]
     """Faults of a resolved stage, as sentences, found without a GPU or an engine. All answers are
     shown."""

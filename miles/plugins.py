@@ -156,6 +156,14 @@ class Registry:
         """Admission filters of all plugins by name. Raises `PluginConflict` likewise."""
         return self._merged("miles_filters", "filter")
 
+    def tools(self) -> dict[str, Callable[..., Any]]:
+        """Functions that models may call, by name. Raises `PluginConflict` likewise."""
+        return self._merged("miles_tools", "tool")
+
+    def agents(self) -> dict[str, Callable[..., Any]]:
+        """Black-box agents by name. Raises `PluginConflict` likewise."""
+        return self._merged("miles_agents", "agent")
+
     def config_paths(self) -> list[tuple[str, str]]:
         """(plugin, folder or `pkg://` address) of every answer to `miles_config_paths`."""
         return [(who, str(path)) for who, path in self.hook.answers("miles_config_paths")]

@@ -47,11 +47,17 @@ class Context:
     """Reward functions that plugins registered with `miles_rewards`, by name."""
     filters: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Admission filters that plugins registered with `miles_filters`, by name."""
+    tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions for models to call that plugins registered with `miles_tools`, by name."""
+    agents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Black-box agents that plugins registered with `miles_agents`, by name."""
     model: Any = None
     """The `Model`."""
     precision: Any = None
     """The `Precision`."""
     tito: Any = None
     """The `Tito` handler."""
+    sandbox: Any = None
+    """The `Sandbox`, when one was chosen."""
     environment: Any = None
     """The `Environment`."""

@@ -43,6 +43,9 @@ class Reply:
     """stop, length or abort."""
     tokens: int
     """How many were sampled."""
+    demonstrated: bool = False
+    """Replayed from the task's solution instead of sampled: recorded tool results may then stand
+    for running the tools again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,9 @@ def watch(tmp_path):
 
 
 def test_moments_has_a_typed_call_for_every_hook():
-    answered = {"miles_config_paths", "miles_rewards", "miles_filters"}  # read by the registry
+    # read by the registry
+    answered = {"miles_config_paths", "miles_rewards", "miles_filters", "miles_tools"}
+    answered.add("miles_agents")
     for name in SPECIFIED:
         if name in answered or name.startswith("miles_make_"):
             continue
@@ -100,6 +102,16 @@ def test_hook_rewards(watch):
 def test_hook_filters(watch):
     registry, _ = watch("miles_filters(): return {'odd': lambda group: miles.Drop(reason='odd')}")
     assert registry.filters()["odd"](GROUP) == Drop(reason="odd")
+
+
+def test_hook_tools(watch):
+    registry, _ = watch("miles_tools(): return {'double': lambda word: word * 2}")
+    assert registry.tools()["double"]("ab") == "abab"
+
+
+def test_hook_agents(watch):
+    registry, _ = watch("miles_agents(): return {'lazy': lambda task, **address: 0.0}")
+    assert registry.agents()["lazy"](TASK, base_url="") == 0.0
 
 
 def test_hook_check(watch):

@@ -415,7 +415,8 @@ def test_every_kind_has_a_factory_hook():
 
 
 @pytest.mark.parametrize(
-    ("hook", "read"), [("miles_rewards", "rewards"), ("miles_filters", "filters")]
+    ("hook", "read"),
+    [(f"miles_{name}", name) for name in ("rewards", "filters", "tools", "agents")],
 )
 def test_names_from_hooks_are_merged_and_conflicts_name_both(install, hook, read):
     registry = hooks(install, f"@hookimpl\ndef {hook}(): return {{'mine': len}}")
