@@ -4,7 +4,9 @@ This module is the public facade: data types, errors, protocols and the hook mar
 at `miles.loop`. It imports no torch, hydra or stevedore.
 """
 
-from miles import episode, errors, protocols, types
+from miles import batch, episode, errors, protocols, types
+from miles.batch import *  # noqa: F403
+from miles.calls import Caller
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
@@ -13,19 +15,18 @@ from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, SessionKeys, Settings
 from miles.types import *  # noqa: F403
-from miles.wire import Connection, error_from_wire
 
 __version__ = "0.1.0"
 __all__ = [
-    "Connection",
+    "Caller",
     "RunKeys",
     "SessionKeys",
     "Settings",
     "derive_seed",
-    "error_from_wire",
     "hookimpl",
     "process_alive",
     "process_identity",
+    *batch.__all__,
     *episode.__all__,
     *errors.__all__,
     *protocols.__all__,

@@ -7,6 +7,7 @@ What a stage then does is `miles.stage`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 from miles.buffer import Buffer
 from miles.errors import ConfigError
 from miles.placement import Colocated, Split
+from miles.pool import Pool
 from miles.protocols import Context, Handle, Spec
 from miles.remote import RemoteEngine, RemoteTrainer
 from miles.settings import Settings
@@ -39,20 +41,19 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         tools=registry.tools(),
         agents=registry.agents(),
     )
-    for kind in ("model", "precision", "tito", "environment"):
-        context = replace(context, **{kind: registry.build(specs[kind], context)})
+    for kind in ("model", "precision", "tito", "sandbox", "environment"):
+        context = replace(context, **{kind: _optional(registry, context, specs[kind])})
     make = partial(_optional, registry, context)
-    stage.tito, stage.environment = context.tito, context.environment
+    stage.tito = context.tito
     stage.environment_name = specs["environment"].name
-    stage.sandbox = make(specs["sandbox"])
     stage.selector = make(specs["selector"])
     stage.algorithm = make(specs["algorithm"])
     stage.transport = make(specs["transport"])
     stage.evaluator = make(specs["evaluator"])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
-        tasks.create_task(_place_engines(stage, plan.stages[index:], context))
-    sides = [stage.trainer.handle, *([stage.engine.handle] if stage.engine.samples else ())]
+        tasks.create_task(_place_rollouts(stage, plan.stages[index:], context))
+    sides = [stage.trainer.handle, *([stage.sampler.handle] if stage.samples else ())]
     await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
     stage.buffer = Buffer(
         groups_per_step=settings.groups_per_step,
@@ -69,11 +70,11 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         starved_after_s=settings.starved_after_s,
     )
     stage.placement = Split()
-    if settings.placement == "colocated":
+    if settings.placement == "colocated" and stage.sampler is not None:
         stage.placement = Colocated(
             buffer=stage.buffer,
             trainer=stage.trainer,
-            engine=stage.engine,
+            engine=stage.sampler,
             drain_timeout_s=settings.episode_timeout_s,
         )
     return stage
@@ -109,28 +110,69 @@ async def _place_trainer(stage: Stage, specs: Mapping[str, Any], context: Contex
     )
 
 
-async def _place_engines(stage: Stage, planned: Sequence[Any], context: Context) -> None:
-    """The rollout engine, and for evaluations the next one of the run that samples."""
-    registry, own = stage.shared.registry, planned[0]
+async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context) -> None:
+    """Engine workers, and rollout workers that know them."""
+    own = planned[0].specs
+    stage.samples = _samples(stage.shared.registry, own["engine"])
+    kinds = ["model", "precision", "tito", "sandbox", "environment"]
+    if not stage.samples:
+        kinds.append("engine")  # it replays demonstrations, in the rollout worker itself
+    parts = [own[kind] for kind in kinds if own[kind] is not None]
+    roles = [f"rollout-{i}" for i in range(stage.settings.rollout_workers)]
+    if len(roles) == 1:
+        roles = ["rollout"]
+    async with asyncio.TaskGroup() as tasks:
+        engine = tasks.create_task(_place_engine(stage, planned, context))
+        workers = [tasks.create_task(_worker(stage.shared, r, parts, context, 1)) for r in roles]
+    max_len = engine.result()
+    doors = list(stage.shared.doors.values()) if stage.sampler is not None else []
+
+    async def connect(handle: Handle) -> Handle:
+        await handle.call("rollouts.connect", doors, max_len, timeout=60.0)
+        return handle
+
+    async def restart(handle: Handle) -> Handle:
+        await stage.shared.runtime.end(handle)
+        stage.shared.handles.pop(handle.name, None)
+        new = await connect(await _worker(stage.shared, handle.name, parts, context, 1))
+        version = stage.buffer.published_version
+        await new.call("rollouts.published", version, timeout=stage.settings.worker_timeout_s)
+        return new
+
+    stage.pool = Pool(
+        await asyncio.gather(*(connect(worker.result()) for worker in workers)),
+        restart=restart,
+        episode_timeout_s=stage.settings.episode_timeout_s,
+        worker_timeout_s=stage.settings.worker_timeout_s,
+        max_restarts=stage.settings.max_restarts,
+    )
+
+
+async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) -> int | None:
+    """The engine of the run that samples, now or (for evaluations) in a later stage; its longest
+    context, in tokens."""
+    registry, shared = stage.shared.registry, stage.shared
     sampling = next((p for p in planned if _samples(registry, p.specs["engine"])), None)
-    if sampling is not None and (sampling is own or stage.evaluator is not None):
-        parts = [sampling.specs[k] for k in ("model", "precision", "engine", "transport")]
-        around = replace(context, settings=sampling.settings)
-        handle = await _worker(stage.shared, "engine", parts, around, 1)
-        stage.sampler = RemoteEngine(handle, timeout_s=stage.settings.worker_timeout_s)
-        longest = (await stage.sampler.health()).get("max_len")
-        stage.sampler_max_len = int(longest or context.model.decoder().max_len)
-    if sampling is own:
-        stage.engine, stage.max_len = stage.sampler, stage.sampler_max_len
-    else:
-        stage.engine = registry.build(own.specs["engine"], context)
+    if sampling is None or not (stage.samples or stage.evaluator is not None):
+        return None
+    parts = [sampling.specs[k] for k in ("model", "precision", "engine", "transport")]
+    around = replace(context, settings=sampling.settings)
+    handle = await _worker(shared, "engine", parts, around, 1)
+    stage.sampler = RemoteEngine(handle, timeout_s=stage.settings.worker_timeout_s)
+    if "engine" not in shared.doors:
+        token = secrets.token_hex(16)
+        address = await handle.call("worker.listen", "127.0.0.1", token, timeout=60.0)
+        shared.doors["engine"] = ["engine", *address, token]
+    longest = (await stage.sampler.health()).get("max_len")
+    return int(longest or context.model.decoder().max_len)
 
 
 def _samples(registry: Any, spec: Spec) -> bool:
     engine = registry.component("engine", spec.name)
-    in_driver = getattr(engine, "process", "worker") == "driver"
-    if engine.samples and in_driver:
-        raise ConfigError(f"engine {spec.name!r} samples, so it cannot live in the driver")
+    if engine.samples and getattr(engine, "process", "worker") == "rollout":
+        raise ConfigError(
+            f"engine {spec.name!r} samples in rollout workers, where no transport brings weights"
+        )
     return bool(engine.samples)
 
 

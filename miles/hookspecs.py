@@ -12,8 +12,9 @@ from typing import Any
 
 import pluggy
 
+from miles.batch import Batch, Receipt, Score, Skipped, Update
 from miles.protocols import KINDS
-from miles.types import Batch, Drop, Group, Receipt, Score, Skipped, Task, Update
+from miles.types import Drop, Group, Task
 
 hookspec = pluggy.HookspecMarker("miles")
 hookimpl = pluggy.HookimplMarker("miles")

@@ -13,15 +13,32 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+from miles.batch import Batch, Receipt, Update
 from miles.buffer import Buffer, Lease
 from miles.episode import check_reward
-from miles.errors import ContractError, EpisodeTimeout, RolloutError, TokenMismatch
+from miles.errors import (
+    ContractError,
+    EpisodeTimeout,
+    PromptTooLong,
+    RolloutError,
+    TokenMismatch,
+)
 from miles.placement import Placement
 from miles.protocols import Conversation, Environment, Episode, Selector, Tools
 from miles.settings import Settings
-from miles.types import Batch, Drop, Group, Receipt, Sampling, Task, Trajectory, Update
+from miles.types import Drop, Group, Sampling, Task, Trajectory
 
-__all__ = ["Run", "attempt", "episode", "play", "produce", "publish", "rollout", "train"]
+__all__ = [
+    "Rollouts",
+    "Run",
+    "attempt",
+    "episode",
+    "play",
+    "produce",
+    "publish",
+    "rollout",
+    "train",
+]
 
 
 class Run(Protocol):
@@ -30,7 +47,6 @@ class Run(Protocol):
     settings: Settings
     buffer: Buffer
     placement: Placement
-    environment: Environment
     selector: Selector
     trainer: Any
     hook: Any
@@ -44,8 +60,10 @@ class Run(Protocol):
     def lease(self) -> Lease | None:
         """The next task to attempt; None when there are no more."""
 
-    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
-        """What an attempt (or, without index, a whole group) is given."""
+    async def rollout(
+        self, lease: Lease, samples: int | None = None, sampling: Sampling | None = None
+    ) -> Group:
+        """Have a group played in a rollout worker, by `rollout` below."""
 
     async def prepare(self, groups: Sequence[Group]) -> Batch:
         """Log-prob passes and the algorithm, off the event loop."""
@@ -64,6 +82,19 @@ class Run(Protocol):
 
     def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:
         """Metrics, ledger, trackers, hooks."""
+
+
+class Rollouts(Protocol):
+    """Everything that playing a group may use; `miles.rollouts` is it, in a rollout worker."""
+
+    settings: Settings
+    environment: Environment
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
+        """What an attempt (or, without index, a whole group) is given."""
+
+    def returned(self, lease: Lease) -> None:
+        """One attempt of the group has ended."""
 
 
 async def train(run: Run) -> None:
@@ -115,81 +146,91 @@ async def produce(run: Run) -> None:
 
 
 async def _bring_back(run: Run, lease: Lease) -> None:
-    group = await rollout(run, lease)
+    group = await run.rollout(lease)
     drop = run.judge(group)
     run.buffer.finish(group, drop)
     run.hook.group_finished(group=group, drop=drop)
 
 
-async def rollout(run: Run, lease: Lease, samples: int | None = None, **how: Any) -> Group:
+async def rollout(here: Rollouts, lease: Lease, samples: int | None = None, **how: Any) -> Group:
     """One group: the environment's own `rollout` if it has one, otherwise independent attempts."""
     try:
-        async with asyncio.timeout(run.settings.episode_timeout_s):
-            if (own := getattr(run.environment, "rollout", None)) is not None:
-                return await _whole(run, own, lease, samples, **how)
-            count = samples or run.settings.samples_per_group
+        async with asyncio.timeout(here.settings.episode_timeout_s):
+            if (own := getattr(here.environment, "rollout", None)) is not None:
+                return await _whole(here, own, lease, samples, **how)
+            count = samples or here.settings.samples_per_group
             if count == 1:
-                trajectories = [await play(run, lease, 0, **how)]
+                trajectories = [await play(here, lease, 0, **how)]
             else:
                 async with asyncio.TaskGroup() as tasks:
-                    attempts = [tasks.create_task(play(run, lease, i, **how)) for i in range(count)]
+                    plays = (play(here, lease, i, **how) for i in range(count))
+                    attempts = [tasks.create_task(each) for each in plays]
                 trajectories = [a.result() for a in attempts]
     except (RolloutError, TokenMismatch, TimeoutError) as error:
-        failure = _as_drop(error, run.settings)
+        failure = _as_drop(error, here.settings)
         trajectories = [Trajectory(id=f"g{lease.id}", samples=(), failure=failure)]
     return Group(id=lease.id, task=lease.task, trajectories=tuple(trajectories))
 
 
-async def _whole(run: Run, own: Any, lease: Lease, samples: int | None, **how: Any) -> Group:
-    tools = run.tools(lease, None, **how)
+async def _whole(here: Rollouts, own: Any, lease: Lease, samples: int | None, **how: Any) -> Group:
+    tools = here.tools(lease, None, **how)
     if samples:
         tools = replace(tools, samples=samples)
     group: Group = await own(lease.task, tools)
     for one in group.trajectories:
-        _refuse_bad_reward(one, run.environment)
+        _refuse_bad_reward(one, here.environment)
     if group.id != lease.id:
         raise ContractError(
-            f"environment {type(run.environment).__name__}: rollout of task {lease.task.id!r} "
+            f"environment {type(here.environment).__name__}: rollout of task {lease.task.id!r} "
             f"returned group {group.id}; tools.group is {lease.id}"
         )
     return group
 
 
-async def play(run: Run, lease: Lease, index: int, **how: Any) -> Trajectory:
+async def play(here: Rollouts, lease: Lease, index: int, **how: Any) -> Trajectory:
     """One attempt: the environment's own `play` if it has one, otherwise its episode. A failure is
     a value."""
-    tools = run.tools(lease, index, **how)
+    tools = here.tools(lease, index, **how)
     try:
-        if (own := getattr(run.environment, "play", None)) is not None:
+        if (own := getattr(here.environment, "play", None)) is not None:
             trajectory: Trajectory = await own(lease.task, tools.seed, tools)
-            _refuse_bad_reward(trajectory, run.environment)
+            _refuse_bad_reward(trajectory, here.environment)
             return trajectory
-        made: Episode = run.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
-        return await episode(made, tools.conversation(tools.id), run.settings.max_turns)
+        made: Episode = here.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
+        return await episode(made, tools.conversation(tools.id), here.settings.max_turns)
     except (RolloutError, TokenMismatch) as error:
-        return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, run.settings))
+        return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, here.settings))
     finally:
-        run.buffer.returned(lease.id)
+        here.returned(lease)
 
 
 async def episode(made: Episode, conversation: Conversation, max_turns: int) -> Trajectory:
     """Drive `reset`, `step`, `reward`: the shallowest depth an environment can choose."""
-    messages: Any = await made.reset()
-    for _ in range(max_turns):
-        reply = await conversation.turn(messages)
-        after = await made.step(reply)
-        if after.done:
-            break
-        messages = after.messages
-    worth = await made.reward()
-    reward, metrics = check_reward(worth, type(made).__qualname__)
-    return conversation.trajectory(reward=reward, metrics=metrics)
+    try:
+        messages: Any = await made.reset()
+        for turn in range(max_turns):
+            try:
+                reply = await conversation.turn(messages, tools=getattr(made, "tools", ()))
+            except PromptTooLong:
+                if not turn:
+                    raise
+                break  # no room for another turn: what there is, is the attempt
+            after = await made.step(reply)
+            if after.done:
+                break
+            messages = after.messages
+        worth = await made.reward()
+        reward, metrics = check_reward(worth, type(made).__qualname__)
+        return conversation.trajectory(reward=reward, metrics=metrics)
+    finally:
+        if (close := getattr(made, "close", None)) is not None:
+            await close()
 
 
 async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int) -> Group:
     """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 -
     seed."""
-    return await rollout(run, Lease(id=-1 - seed, task=task), samples, sampling=sampling)
+    return await run.rollout(Lease(id=-1 - seed, task=task), samples, sampling)
 
 
 def _refuse_bad_reward(trajectory: Trajectory, environment: Environment) -> None:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from miles.batch import Batch, Update
 from miles.buffer import Buffer
-from miles.types import Batch, Group, Update
+from miles.types import Group
 
 __all__ = ["Measure"]
 

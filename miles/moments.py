@@ -12,8 +12,9 @@ from typing import Any
 
 import pluggy
 
+from miles.batch import Batch, Receipt, Score, Skipped, Update
 from miles.errors import MilesError, PluginError
-from miles.types import Batch, Drop, Group, Receipt, Score, Skipped, Task, Update
+from miles.types import Drop, Group, Task
 
 __all__ = ["Moments"]
 

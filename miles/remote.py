@@ -5,14 +5,14 @@ Only names and plain values go through; what a method means is in `miles.protoco
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from miles.batch import Batch, Tokens, Update
 from miles.errors import WorkerError
 from miles.protocols import Handle
-from miles.types import Array, Batch, Completion, Request, Tokens, Update
+from miles.types import Array, Completion, Request
 
 __all__ = ["RemoteEngine", "RemoteTrainer"]
 
@@ -64,22 +64,13 @@ class RemoteEngine:
     def __init__(self, handle: Handle, *, timeout_s: float) -> None:
         self.handle = handle
         self._timeout_s = timeout_s
-        self._aborts: set[asyncio.Task[int]] = set()
 
     async def generate(self, request: Request) -> Completion:
-        try:
-            completion: Completion = await self.handle.call("engine.generate", request)
-        except asyncio.CancelledError:  # nobody waits any more: free its place in the engine
-            task = asyncio.get_running_loop().create_task(self.abort([request.key]))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborted)
-            raise
+        completion: Completion = await self.handle.call("engine.generate", request)
         return completion
 
-    def _aborted(self, task: asyncio.Task[int]) -> None:
-        self._aborts.discard(task)
-        if not task.cancelled():
-            task.exception()  # an engine that is gone has nothing left to abort
+    def stream(self, request: Request) -> AsyncIterator[Any]:
+        return self.handle.stream("engine.stream", request)
 
     async def score(self, tokens: Array) -> Array:
         values: Array = await self._call("engine.score", tokens)

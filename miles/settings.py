@@ -104,6 +104,10 @@ class Settings:
     """Seconds the trainer waits for groups before the run stops and says what it saw."""
     worker_timeout_s: float = 1800.0
     """Seconds one call to a worker may take: a trainer step, a save, a publish."""
+    rollout_workers: int = 1
+    """Processes that play episodes and hold conversations."""
+    max_restarts: int = 3
+    """Workers that died or hung and are started again, before the run gives up."""
     episode_timeout_s: float = 300.0
     """Seconds that the attempts of one group, which start together, may take."""
     max_turns: int = 16

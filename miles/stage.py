@@ -9,25 +9,25 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from miles import checkpoint, loop
+from miles.batch import Batch, Receipt, Score, Skipped, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.errors import BadReward, RunError, WeightSyncError
+from miles.errors import BadReward, RunError, WeightSyncError, WorkerError
 from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
-from miles.protocols import Handle, Tools
+from miles.pool import Pool
+from miles.protocols import Handle
 from miles.remote import RemoteEngine, RemoteTrainer
-from miles.seeds import derive_seed
-from miles.session.conversation import LinearConversation
 from miles.settings import Settings
 from miles.tracking import Tracking
-from miles.types import Batch, Drop, Group, Receipt, Sampling, Score, Skipped, Task, Update, flatten
+from miles.types import Drop, Group, Sampling, Task
 
 __all__ = ["Shared", "Stage"]
 
@@ -54,11 +54,8 @@ class Shared:
     """Last version that was scored."""
     handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
-
-
-@lru_cache(maxsize=1024)  # asked for by every attempt of a group
-def _group_seed(seed: int, group: int) -> int:
-    return derive_seed(seed, "evaluate" if group < 0 else "rollout", group)
+    doors: dict[str, list[Any]] = field(default_factory=dict)
+    """Where rollout workers reach engine workers, by role: name, host, port, token."""
 
 
 class Stage:
@@ -74,31 +71,22 @@ class Stage:
         self.measure = Measure()
         self.timing = self.measure.timing
         self.leases: list[Lease] = []  # to start again before anything new
-        self.sampler: Any = None  # engine that evaluates; the rollout engine, if that samples
-        self.sampler_max_len: int | None = None
-        self.max_len: int | None = None
+        self.sampler: Any = None  # engine that samples now (or, for evaluations, later)
+        self.samples = False  # whether this stage's own engine is the sampler
         self.failures = 0  # groups that failed since the last one that did not
         self.bad_rewards = 0  # of those, for their reward
         self.interrupted = False
         self.published = False  # whether the engine has had weights in this stage
-        self.sampling = Sampling(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-        )
 
     # set by `build`
-    environment: Any
     environment_name: str
     selector: Any
     tito: Any
     algorithm: Any
     trainer: RemoteTrainer
-    engine: Any
     transport: Any
     evaluator: Any
-    sandbox: Any
+    pool: Pool
     buffer: Buffer
     placement: Placement
 
@@ -123,43 +111,19 @@ class Stage:
         group, self.shared.next_group = self.shared.next_group, self.shared.next_group + 1
         return Lease(id=group, task=task)
 
-    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
-        """Everything one attempt may use. `sampling` is given by evaluations, which use the
-        sampler."""
-        seed = _group_seed(self.settings.seed, lease.id)
-        name = f"g{lease.id}"
-        if index is not None:
-            name, seed = f"{name}.{index}", derive_seed(seed, index)
-        engine, max_len = self.engine, self.max_len
-        if sampling is not None:
-            engine, max_len = self.sampler, self.sampler_max_len
-        how = sampling or self.sampling
-
-        def conversation(key: str) -> LinearConversation:
-            return LinearConversation(
-                key=key,
-                tito=self.tito,
-                engine=engine,
-                sampling=how,
-                # several conversations of one attempt or group must not sample alike
-                seed=seed if key == name else derive_seed(seed, key),
-                solution=lease.task.solution,
-                max_len=max_len,
-            )
-
-        more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
-        return Tools(
-            id=name,
-            group=lease.id,
-            samples=self.settings.samples_per_group,
-            seed=seed,
-            sampling=how,
-            engine=engine,
-            tito=self.tito,
-            sandbox=self.sandbox,
-            conversation=conversation,
-            play=None if index is not None else partial(loop.play, self, lease, **more),
-        )
+    async def rollout(
+        self, lease: Lease, samples: int | None = None, sampling: Sampling | None = None
+    ) -> Group:
+        """In a rollout worker. Raises what ended it, if that was not the group's own affair."""
+        returned = None
+        if self.buffer.free_each_sample and sampling is None:
+            returned = partial(self.buffer.returned, lease.id)
+        try:
+            return await self.pool.group(lease, samples, sampling, returned=returned)
+        except WorkerError:
+            if self.sampler is not None:
+                await self.sampler.health()  # a dead engine: its own handle knows how it ended
+            raise
 
     def judge(self, group: Group) -> Drop | None:
         """A failure, or what the selector says.
@@ -203,11 +167,12 @@ class Stage:
         if not edge and (version - self.first) % self.settings.publish_every:
             return None
         self.published = True
-        if not self.engine.samples:
-            await self.engine.load(version, ())
-            return Receipt(version=version, digest="", bytes=0, seconds=0.0)
-        receipt = await self._publish_to(self.engine)
-        self.measure.engine_health(await self.engine.health())
+        if self.samples:
+            receipt = await self._publish_to(self.sampler)
+            self.measure.engine_health(await self.sampler.health())
+        else:
+            receipt = Receipt(version=version, digest="", bytes=0, seconds=0.0)
+        await self.pool.published(version)
         return receipt
 
     async def _publish_to(self, engine: RemoteEngine) -> Receipt:
@@ -258,13 +223,13 @@ class Stage:
     async def _score(self, version: int) -> Sequence[Score | Skipped]:
         if self.sampler is None:
             return [Skipped(set="all", reason="no stage of this run samples tokens")]
-        if not self.engine.samples:
+        if not self.samples:
             await self._publish_to(self.sampler)
         results: Sequence[Score | Skipped] = await self.evaluator.evaluate(
             version, partial(loop.attempt, self)
         )
-        if self.engine.samples:
-            self.measure.engine_health(await self.engine.health())
+        if self.samples:
+            self.measure.engine_health(await self.sampler.health())
         return results
 
     def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:

@@ -18,26 +18,20 @@ import msgspec
 import numpy as np
 
 from miles import errors
+from miles.batch import Batch, Receipt, Score, Skipped, Term, Tokens, Update
 from miles.protocols import Spec
 from miles.settings import Settings
 from miles.types import (
     Array,
-    Batch,
     Completion,
     Drop,
     Group,
-    Receipt,
     Request,
     Sample,
     Sampling,
-    Score,
-    Skipped,
     Span,
     Task,
-    Term,
-    Tokens,
     Trajectory,
-    Update,
 )
 
 __all__ = ["Connection", "decode", "encode", "error_from_wire", "error_to_wire"]
@@ -185,6 +179,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
         self._outgoing: list[bytes] = []
+        self.limit: int | None = None
+        """Bytes one frame may have; a longer one ends the connection. None: any length."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -209,6 +205,9 @@ class Connection(asyncio.Protocol):
         at = 0
         while len(buffer) - at >= 8:
             (size,) = struct.unpack_from("<Q", buffer, at)
+            if self.limit is not None and size > self.limit:
+                self.close()
+                return
             if len(buffer) - at - 8 < size:
                 break
             self._on_frame(decode(bytes(memoryview(buffer)[at + 8 : at + 8 + size])))

@@ -1,8 +1,8 @@
 """The one entry of every worker process: `python -m miles.worker --fd N --name NAME`.
 
 A worker receives names and plain configs over an inherited socket, loads the same plugins as its
-driver, builds the parts through the same factories, and answers calls. Coroutine methods run in its
-event loop, others one at a time in a thread. It ends when its driver does.
+driver, builds the parts through the same factories, and answers calls (`miles.calls`). It ends when
+its driver does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
-import inspect
 import os
 import signal
 import socket
@@ -23,14 +22,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles.calls import Answerer
 from miles.errors import PluginVersionError, WorkerError
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
-from miles.wire import Connection, error_to_wire
+from miles.rollouts import Rollouts
+from miles.wire import Connection
 
 __all__ = ["main"]
 
 HEARTBEAT_S = 1.0
+FOR_OTHERS = ("model", "precision", "tito", "sandbox", "environment")  # fields of a `Context`
+
+
+PEERS_MAY = ("engine.generate", "engine.stream", "engine.score", "engine.abort", "engine.version",
+             "engine.health")  # fmt: skip
 
 
 class Worker:
@@ -42,46 +48,45 @@ class Worker:
         self._registry: Registry | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="call")
         self._lost = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._connection = Connection(self._on_frame, self._lost.set)
+        self._answerer = Answerer(self._method, executor=self._thread, on_lost=self._lost.set)
+        self._door: asyncio.Server | None = None
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer calls until the driver closes the socket."""
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: self._connection, sock=sock)
+        await loop.create_connection(lambda: self._answerer.connection, sock=sock)
         beat = loop.create_task(self._heartbeat())
         await self._lost.wait()
         beat.cancel()
 
     async def _heartbeat(self) -> None:
         while True:
-            self._connection.send(["beat", time.time()])
+            self._answerer.connection.send(["beat", time.time()])
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _on_frame(self, frame: Any) -> None:
-        call, target, args, kwargs = frame
-        task = asyncio.get_running_loop().create_task(self._answer(call, target, args, kwargs))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def listen(self, host: str, token: str) -> list[Any]:
+        """Let other workers that know `token` ask the engine here; (host, port) to dial."""
+        if self._door is None:
+            loop = asyncio.get_running_loop()
+            self._door = await loop.create_server(lambda: self._peer(token), host, 0)
+        name = self._door.sockets[0].getsockname()
+        return [name[0], name[1]]
 
-    async def _answer(
-        self, call: int, target: str, args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        try:
-            method = self._method(target)
-            if inspect.iscoroutinefunction(method):
-                result = await method(*args, **kwargs)
-            else:
-                loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._thread, lambda: method(*args, **kwargs))
-            self._connection.send(["ok", call, result])
-        except Exception as error:  # noqa: BLE001 - the boundary: raised again in the driver
-            self._connection.send(["error", call, error_to_wire(error)])
+    def _peer(self, token: str) -> Connection:
+        answerer = Answerer(
+            self._engine_method, executor=self._thread, on_lost=lambda: None, token=token
+        )
+        return answerer.connection
+
+    def _engine_method(self, target: str) -> Any:
+        if target not in PEERS_MAY:
+            raise WorkerError(f"{self.name}: other workers may not call {target}")
+        return self._method(target)
 
     def _method(self, target: str) -> Any:
         part, _, name = target.partition(".")
-        if target == "worker.build":
-            return self.build
+        if part == "worker" and name in ("build", "listen"):
+            return getattr(self, name)
         if part not in self.parts or name.startswith("_"):
             raise WorkerError(f"{self.name}: no part {part!r} (has: {', '.join(self.parts)})")
         return getattr(self.parts[part], name)
@@ -105,13 +110,19 @@ class Worker:
         self.parts.clear()
         around = Context(
             directory=Path(context["directory"]),
+            plugins=plugins,
+            rewards=self._registry.rewards(),
+            tools=self._registry.tools(),
+            agents=self._registry.agents(),
             **{k: context[k] for k in ("seed", "settings", "rank", "world", "master")},
         )
         for spec in parts:
             part = self._registry.build(spec, around)
             self.parts[spec.kind] = part
-            if spec.kind in ("model", "precision"):
+            if spec.kind in FOR_OTHERS:
                 around = replace(around, **{spec.kind: part})
+        if "environment" in self.parts:
+            self.parts["rollouts"] = Rollouts(self.parts, around)
         if (transport := self.parts.get("transport")) is not None:
             if "trainer" in self.parts:
                 self.parts["sender"] = transport.sender(self.parts["trainer"])

@@ -31,9 +31,9 @@ class Row:
 
 
 TABLE = {
-    "data": Row("types errors seeds settings identity", "data", "numpy"),
+    "data": Row("types batch errors seeds settings identity", "data", "numpy"),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
-    "wire": Row("wire remote", "data contract wire", "numpy msgspec"),
+    "wire": Row("wire calls remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(
         "schema conformance discovery moments plugins compose draft config check catalog scaffold"
         " sweep plugin_tables",
@@ -53,7 +53,7 @@ TABLE = {
         "numpy torch transformers pytest",
     ),
     "assembly": Row(
-        "stage assemble run simulate serve evaluate convert worker cli __main__",
+        "stage pool rollouts assemble run simulate serve evaluate convert worker cli __main__",
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),

@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+from miles.batch import Tokens
 from miles.errors import TrainerError
-from miles.types import Array, Tokens
+from miles.types import Array
 
 __all__ = ["Limits", "comparable", "enforce", "measure"]
 

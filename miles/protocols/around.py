@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from miles.batch import Score, Skipped
 from miles.protocols.context import Context, Spec
 from miles.protocols.train import Handle
-from miles.types import Group, Sampling, Score, Skipped, Task
+from miles.types import Group, Sampling, Task
 
 __all__ = ["Attempt", "Evaluator", "Runtime", "Tracker"]
 
@@ -40,6 +41,9 @@ class Runtime(Protocol):
 
     async def rebuild(self, handle: Handle, parts: Sequence[Spec], context: Context) -> None:
         """Build other parts in running workers, for the next stage."""
+
+    async def end(self, handle: Handle) -> None:
+        """End one handle's processes and their children at once, whatever they are doing."""
 
     async def stop(self) -> None:
         """End every process started here, with its children; safe to call twice."""

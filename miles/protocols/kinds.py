@@ -80,7 +80,10 @@ KINDS: Mapping[str, Kind] = dict(
             async_methods=("evaluate",),
         ),
         _kind(
-            "runtime", Runtime, "where processes live", async_methods=("start", "rebuild", "stop")
+            "runtime",
+            Runtime,
+            "where processes live",
+            async_methods=("start", "rebuild", "end", "stop"),
         ),
         _kind("tracker", Tracker, "where metrics go", many=True, optional=True),
     )

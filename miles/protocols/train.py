@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from miles.types import Array, Batch, Completion, Group, Receipt, Request, Tokens, Update
+from miles.batch import Batch, Receipt, Tokens, Update
+from miles.types import Array, Completion, Group, Request
 
 __all__ = ["Algorithm", "Engine", "Handle", "Receiver", "Sender", "Trainer", "Transport"]
 
@@ -51,8 +52,8 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Who samples tokens. Async; lives in a worker process, or in the driver when `process` is
-    "driver".
+    """Who samples tokens. Async; lives in a process of its own, or in every rollout worker when
+    `process` is "rollout".
 
     Optional: `stream(request)`, an async generator of (new tokens,) int32 arrays as they are
     decoded and last the whole `Completion`; and `dp_ranks`, how many data-parallel ranks a routing
@@ -64,7 +65,7 @@ class Engine(Protocol):
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Raises `EngineError` when it cannot (a prompt that does not
-        fit)."""
+        fit). Cancelling it ends the request in the engine."""
 
     async def score(self, tokens: Array) -> Array:
         """(tokens,) float32: own log-prob of each token given those before it, 0 for the first."""

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from miles.batch import Batch, Tokens, Update
 from miles.errors import EngineError, TrainerError, WeightSyncError
 from miles.protocols import Context
 from miles.seeds import derive_seed
-from miles.types import Array, Batch, Completion, Finish, Request, Sampling, Span, Tokens, Update
+from miles.types import Array, Completion, Finish, Request, Sampling, Span
 
 __all__ = ["FakeEngine", "FakeTrainer"]
 

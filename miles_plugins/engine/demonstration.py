@@ -1,6 +1,6 @@
 """The engine of supervised stages: it answers with what the task already contains.
 
-Runs in the driver, holds no weights and draws nothing, so its completions have no log-probs.
+Runs in rollout workers, holds no weights and draws nothing, so its completions have no log-probs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Demonstration:
     """
 
     samples = False
-    process = "driver"
+    process = "rollout"
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:

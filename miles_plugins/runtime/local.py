@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles import Connection, Context, Handle, Spec, WorkerError, error_from_wire
+from miles import Caller, Context, Handle, Spec, WorkerError
 
 
 class Local:
@@ -81,6 +81,12 @@ class Local:
             )
         )
 
+    async def end(self, handle: Handle) -> None:
+        if not isinstance(handle, _LocalHandle):
+            raise TypeError(f"{handle.name} was not started by this runtime")
+        self._processes = [p for p in self._processes if p not in handle.ranks]
+        await asyncio.gather(*(p.stop(grace_s=0.0) for p in handle.ranks))
+
     async def stop(self) -> None:
         processes, self._processes = self._processes, []
         await asyncio.gather(*(p.stop() for p in processes))
@@ -111,20 +117,24 @@ class _LocalHandle:
         calls = [r.call(target, *args, timeout=timeout, **kwargs) for r in self.ranks]
         return list(await asyncio.gather(*calls))
 
+    def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
+        return self.ranks[rank].caller.stream(target, args)
+
+    @property
+    def lost(self) -> bool:
+        return any(process.caller.lost for process in self.ranks)
+
 
 class _Process:
     """One worker process and the calls that are open in it."""
 
     def __init__(self, name: str, log: Path, config: Local.Config, *, loopback: bool) -> None:
         self.name = name
+        self.caller = Caller(name, self._dead)
         self._log = log
         self._config = config
-        self._open: dict[int, asyncio.Future[Any]] = {}
-        self._next = 0
-        self._last_seen = time.monotonic()
-        self._stopping = self._lost = False
+        self._stopping = False
         self._watch: asyncio.Task[None] | None = None
-        self._connection = Connection(self._on_frame, self._on_lost)
         ours, theirs = socket.socketpair()
         self._sock = ours
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -146,58 +156,20 @@ class _Process:
     async def connect(self) -> None:
         self._sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: self._connection, sock=self._sock)
+        await loop.create_connection(lambda: self.caller.connection, sock=self._sock)
         self._watch = loop.create_task(self._watch_silence(), name=f"watch {self.name}")
 
     async def call(
         self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        if self._stopping or self._lost:
+        if self._stopping:
             raise self._dead(f"cannot call {target}")
-        self._next += 1
-        number = self._next
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._connection.send([number, target, args, kwargs])
-        self._open[number] = future
         try:
-            if timeout is None:
-                return await future
-            async with asyncio.timeout(timeout):
-                return await future
+            return await self.caller.call(target, args, kwargs, timeout)
         except TimeoutError:
             raise WorkerError(
                 f"{self.name}: {target} did not answer within {timeout:g} s; see {self._log}"
             ) from None
-        finally:
-            self._open.pop(number, None)
-
-    def _on_frame(self, frame: Any) -> None:
-        self._last_seen = time.monotonic()
-        kind, number, *rest = frame
-        if kind == "beat":
-            return
-        future = self._open.get(number)
-        if future is None or future.done():
-            return
-        if kind == "ok":
-            future.set_result(rest[0])
-        else:
-            future.set_exception(error_from_wire(rest[0], self.name))
-
-    def _on_lost(self) -> None:
-        self._lost = True
-        self._fail_all("ended")
-
-    def _fail_all(self, what: str) -> None:
-        waiting = [future for future in self._open.values() if not future.done()]
-        if not waiting:
-            return
-        seen = self._dead(what)  # once: finding out how the process ended may take a moment
-        for future in waiting:
-            error = WorkerError(str(seen))
-            for note in getattr(seen, "__notes__", ()):
-                error.add_note(note)
-            future.set_exception(error)
 
     def _dead(self, what: str) -> WorkerError:
         try:
@@ -214,22 +186,23 @@ class _Process:
         every = min(5.0, self._config.silent_after_s / 4)
         while True:
             await asyncio.sleep(every)
-            silent = time.monotonic() - self._last_seen
-            if self._open and silent > self._config.silent_after_s:
-                self._fail_all(f"sent nothing for {silent:.0f} s")
+            silent = time.monotonic() - self.caller.last_seen
+            if self.caller.waiting and silent > self._config.silent_after_s:
+                self.caller.fail(f"sent nothing for {silent:.0f} s")
 
-    async def stop(self) -> None:
+    async def stop(self, *, grace_s: float | None = None) -> None:
         self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
-        self._connection.close()
-        deadline = time.monotonic() + self._config.stop_timeout_s
+        self.caller.connection.close()
+        grace_s = self._config.stop_timeout_s if grace_s is None else grace_s
+        deadline = time.monotonic() + grace_s
         while self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the session: its children too
         self._process.wait()
-        self._fail_all("was stopped")
+        self.caller.fail("was stopped")
 
 
 def _tail(log: Path, lines: int = 15) -> str:

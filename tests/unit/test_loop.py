@@ -102,6 +102,14 @@ class Run:
         self.leased += 1
         return Lease(id=self.leased - 1, task=Task(id=str(self.leased - 1), prompt="x"))
 
+    async def rollout(
+        self, lease: Lease, samples: int | None = None, sampling: Sampling | None = None
+    ) -> Group:
+        return await loop.rollout(self, lease, samples)  # type: ignore[arg-type]
+
+    def returned(self, lease: Lease) -> None:
+        self.buffer.returned(lease.id)
+
     def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Any:
         return SimpleNamespace(id=f"g{lease.id}.{index}", seed=0, group=lease.id)
 
@@ -309,7 +317,7 @@ def test_loop_episode_depth_drives_turns_until_done_or_the_limit() -> None:
         def __init__(self) -> None:
             self.said: list[Any] = []
 
-        async def turn(self, messages: Any) -> str:
+        async def turn(self, messages: Any, *, tools: Any) -> str:
             self.said.append(messages)
             return "reply"
 

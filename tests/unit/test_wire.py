@@ -16,7 +16,6 @@ from miles import (
     Batch,
     Completion,
     ConfigError,
-    Connection,
     EngineError,
     Request,
     Sampling,
@@ -26,9 +25,8 @@ from miles import (
     Term,
     Tokens,
     WorkerError,
-    error_from_wire,
 )
-from miles.wire import decode, encode, error_to_wire
+from miles.wire import Connection, decode, encode, error_from_wire, error_to_wire
 
 
 @settings(max_examples=60, deadline=None)

@@ -106,7 +106,7 @@ def test_worker_death_fails_open_calls_with_its_name(tmp_path: Path) -> None:
             await handle.call("precision.die")
         with pytest.raises(WorkerError, match="exit code 3"):
             await waiting
-        with pytest.raises(WorkerError, match=r"cannot call precision\.array"):
+        with pytest.raises(WorkerError, match=r"cannot answer precision\.array"):
             await handle.call("precision.array", 1)
 
     run(tmp_path, body)

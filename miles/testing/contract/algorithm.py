@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from miles.batch import Batch, flatten
 from miles.testing.contract.case import Case, expect, fault
 from miles.testing.samples import make_group
-from miles.types import Array, Batch, Group, Sample, Trajectory, flatten
+from miles.types import Array, Group, Sample, Trajectory
 from miles.wire import decode, encode
 
 PASSES = ("current", "reference")

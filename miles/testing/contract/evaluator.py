@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from miles.batch import Score, Skipped
 from miles.errors import EngineError
 from miles.testing.contract.case import Case, expect
 from miles.testing.samples import make_group
-from miles.types import Drop, Group, Sampling, Score, Skipped, Task, Trajectory
+from miles.types import Drop, Group, Sampling, Task, Trajectory
 
 VERSION = 7
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from miles.batch import flatten
 from miles.errors import ConfigError
 from miles.protocols import Decoder, Spec
 from miles.testing.contract.case import Case, equal_json, expect, inapplicable
 from miles.testing.samples import make_sample
-from miles.types import Request, Sampling, flatten
+from miles.types import Request, Sampling
 
 
 def check_hf_config(case: Case) -> None:

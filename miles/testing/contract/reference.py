@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from miles.batch import Tokens
 from miles.testing.contract.case import expect, fault
-from miles.types import Array, Tokens
+from miles.types import Array
 
 __all__ = ["as_tensors", "expect_same", "logprobs", "module", "names", "noisy", "packed_logprobs"]
 

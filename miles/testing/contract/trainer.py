@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from miles.batch import Batch, Term, Tokens, Update, flatten
 from miles.errors import TrainerError
 from miles.settings import Settings
 from miles.testing.contract.case import Case, expect, raises
 from miles.testing.samples import make_sample
-from miles.types import Array, Batch, Sample, Term, Tokens, Update, flatten
+from miles.types import Array, Sample
 
 STEPS = 8
 """Enough to be past a warm-up of a few steps."""

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles.batch import Receipt
 from miles.errors import MilesError, WeightSyncError
 from miles.testing.contract.case import Case, expect, raises
 from miles.testing.handle import FakeHandle
-from miles.types import Receipt
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -169,7 +169,7 @@ async def check_carries_real_weights(case: Case) -> None:
     import numpy as np
 
     from miles.testing.samples import make_sample
-    from miles.types import flatten
+    from miles.batch import flatten
 
     trainer, engine = case.companion("trainer"), case.companion("engine")
     driver, there, here = case.build(), case.build(), case.build()

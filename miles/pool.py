@@ -1,0 +1,143 @@
+"""The driver's rollout workers: who plays which group, and what becomes of a worker that dies or
+hangs.
+
+What is played, and how, is `miles.rollouts`, in the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from miles.buffer import Lease
+from miles.errors import WorkerError
+from miles.protocols import Handle
+from miles.types import Drop, Group, Sampling, Trajectory
+
+__all__ = ["Pool"]
+
+_GRACE_S = 10.0  # beyond a group's own deadline, which its worker keeps if nothing blocks it
+_PROBE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class _Worker:
+    """One rollout worker and how often it was started again."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.playing = 0
+        self.lock = asyncio.Lock()
+
+
+class Pool:
+    """Sends each group to the worker with the fewest, restarts workers, adds their counters up.
+
+    A worker that dies, or that does not bring a group back by its deadline because something blocks
+    it, is killed with its children and started again; the groups it was playing end as
+    `worker_lost`. After `max_restarts` the `WorkerError` goes to the run.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        *,
+        restart: Callable[[Handle], Awaitable[Handle]],
+        episode_timeout_s: float,
+        worker_timeout_s: float,
+        max_restarts: int,
+    ) -> None:
+        """`restart` ends a worker, however stuck, and gives a new one that is built and
+        connected."""
+        self._workers = [_Worker(handle) for handle in handles]
+        self._restart = restart
+        self._deadline_s = episode_timeout_s + _GRACE_S
+        self._worker_timeout_s = worker_timeout_s
+        self._restarts_left = max_restarts
+        self.restarts = 0
+
+    async def group(
+        self,
+        lease: Lease,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        *,
+        returned: Callable[[], None] | None = None,
+    ) -> Group:
+        """Have one group played. `returned` is called whenever one of its attempts has ended."""
+        worker = min(self._workers, key=lambda w: w.playing)
+        handle = worker.handle
+        worker.playing += 1
+        try:
+            if returned is None:
+                group: Group = await handle.call(
+                    "rollouts.group",
+                    lease.id,
+                    lease.task,
+                    samples,
+                    sampling,
+                    timeout=self._deadline_s,
+                )
+                return group
+            async with asyncio.timeout(self._deadline_s):
+                return await self._each(handle, lease, returned)
+        except (WorkerError, TimeoutError) as error:
+            return await self._lost(worker, handle, lease, error)
+        finally:
+            worker.playing -= 1
+
+    async def _each(self, handle: Handle, lease: Lease, returned: Callable[[], None]) -> Group:
+        async for item in handle.stream("rollouts.returning", lease.id, lease.task):
+            if item is not None:
+                group: Group = item
+                return group
+            returned()
+        raise WorkerError(f"{handle.name}: group {lease.id} ended without a result")
+
+    async def _lost(self, worker: _Worker, handle: Handle, lease: Lease, error: Exception) -> Group:
+        """The group of a worker that is gone or stuck; what it raised, if it is neither."""
+        async with worker.lock:
+            if worker.handle is handle:  # the first to notice
+                if await _answers(handle):
+                    raise error
+                await self._replace(worker, error)
+        what = str(error) or f"not back {self._deadline_s:g} s after its start"
+        failure = Drop(reason="worker_lost", detail=what)
+        lost = Trajectory(id=f"g{lease.id}", samples=(), failure=failure)
+        return Group(id=lease.id, task=lease.task, trajectories=(lost,))
+
+    async def _replace(self, worker: _Worker, error: Exception) -> None:
+        if not self._restarts_left:
+            raise error
+        self._restarts_left -= 1
+        self.restarts += 1
+        _log.warning("%s is started again: %s", worker.handle.name, error or "it hangs")
+        worker.handle = await self._restart(worker.handle)
+
+    async def published(self, version: int) -> None:
+        """Tell every worker which version the engines serve."""
+        await self._all("rollouts.published", version)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """Counters of all workers, added up."""
+        total: Counter[str] = Counter()
+        for counters in await self._all("rollouts.metrics"):
+            total.update(counters)
+        return total
+
+    async def _all(self, target: str, *args: Any) -> list[Any]:
+        calls = [
+            w.handle.call(target, *args, timeout=self._worker_timeout_s) for w in self._workers
+        ]
+        return list(await asyncio.gather(*calls))
+
+
+async def _answers(handle: Handle) -> bool:
+    try:
+        await handle.call("rollouts.ping", timeout=_PROBE_S)
+    except WorkerError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""The sampling side of the loop, as it stands in a rollout worker: environment, conversations,
+engines.
+
+The driver leases and collects; here `miles.loop.rollout` plays. Nothing here decides what is fresh,
+moves weights, or imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any
+
+from miles import loop
+from miles.buffer import Lease
+from miles.calls import Peer
+from miles.protocols import Context, Tools
+from miles.remote import RemoteEngine
+from miles.seeds import derive_seed
+from miles.session.conversation import LinearConversation
+from miles.types import Group, Sampling, Task
+
+__all__ = ["Rollouts"]
+
+_DIAL_S = 30.0  # for an engine worker on the way to answer
+
+
+@lru_cache(maxsize=1024)  # asked for by every attempt of a group
+def _group_seed(seed: int, group: int) -> int:
+    return derive_seed(seed, "evaluate" if group < 0 else "rollout", group)
+
+
+class Rollouts:
+    """Implements `miles.loop.Rollouts`; the driver calls `connect`, `published`, `group` or
+    `returning`, and `metrics`."""
+
+    def __init__(self, parts: Mapping[str, Any], context: Context) -> None:
+        """`parts` holds the environment, the tito handler, perhaps a sandbox, and an engine where
+        that lives here (it replays demonstrations)."""
+        settings = context.settings
+        self.settings = settings
+        self.environment = parts["environment"]
+        self.tito = parts["tito"]
+        self.sandbox = parts.get("sandbox")
+        self.engine: Any = parts.get("engine")
+        self.max_len: int | None = None
+        self.sampler: Any = None  # engine that evaluates; the rollout engine, if that samples
+        self.sampler_max_len: int | None = None
+        self.sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
+        self._replays = self.engine is not None
+        self._peers: list[Peer] = []
+        self._returned: dict[int, Callable[[], None]] = {}
+
+    # ---- what the driver calls
+
+    async def ping(self) -> None:
+        """Answer, which shows that nothing blocks this process."""
+
+    async def connect(self, engines: Sequence[Sequence[Any]], max_len: int | None) -> None:
+        """Dial engine workers, each given as (name, host, port, token). `max_len` is their longest
+        context in tokens. Raises `WorkerError`."""
+        for peer in self._peers:
+            peer.close()
+        self._peers = [
+            await Peer.dial(name, (host, port), token, _DIAL_S)
+            for name, host, port, token in engines
+        ]
+        if self._peers:
+            self.sampler = RemoteEngine(self._peers[0], timeout_s=self.settings.worker_timeout_s)
+            self.sampler_max_len = max_len
+        if not self._replays:
+            self.engine, self.max_len = self.sampler, max_len
+
+    async def published(self, version: int) -> None:
+        """The engines now serve this version."""
+        if self._replays:
+            await self.engine.load(version, ())
+
+    async def group(
+        self,
+        group: int,
+        task: Task,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> Group:
+        """Play a whole group under this id; `samples` and `sampling` are given by evaluations."""
+        how = {} if sampling is None else {"sampling": sampling}
+        return await loop.rollout(self, Lease(id=group, task=task), samples, **how)
+
+    async def returning(self, group: int, task: Task) -> AsyncIterator[Group | None]:
+        """As `group`: None whenever one attempt has ended, last the group."""
+        ended: asyncio.Queue[None] = asyncio.Queue()
+        self._returned[group] = partial(ended.put_nowait, None)
+        playing = asyncio.create_task(self.group(group, task), name=f"group {group}")
+        playing.add_done_callback(lambda _: ended.put_nowait(None))
+        try:
+            while True:
+                await ended.get()
+                if playing.done():
+                    break
+                yield None
+            yield await playing
+        finally:
+            del self._returned[group]
+            playing.cancel()
+            with suppress(asyncio.CancelledError):
+                await playing
+
+    async def metrics(self) -> dict[str, float]:
+        """Counters since the start, under their full names."""
+        return {}
+
+    # ---- what the loop asks
+
+    def returned(self, lease: Lease) -> None:
+        """One attempt of a group has ended."""
+        if (tell := self._returned.get(lease.id)) is not None:
+            tell()
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
+        """Everything one attempt may use. `sampling` is given by evaluations, which use the
+        sampler."""
+        seed = _group_seed(self.settings.seed, lease.id)
+        name = f"g{lease.id}"
+        if index is not None:
+            name, seed = f"{name}.{index}", derive_seed(seed, index)
+        engine, max_len = self.engine, self.max_len
+        if sampling is not None:
+            engine, max_len = self.sampler, self.sampler_max_len
+        how = sampling or self.sampling
+
+        def conversation(key: str) -> LinearConversation:
+            return LinearConversation(
+                key=key,
+                tito=self.tito,
+                engine=engine,
+                sampling=how,
+                # several conversations of one attempt or group must not sample alike
+                seed=seed if key == name else derive_seed(seed, key),
+                solution=lease.task.solution,
+                max_len=max_len,
+            )
+
+        more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
+        return Tools(
+            id=name,
+            group=lease.id,
+            samples=self.settings.samples_per_group,
+            seed=seed,
+            sampling=how,
+            engine=engine,
+            tito=self.tito,
+            sandbox=self.sandbox,
+            conversation=conversation,
+            play=None if index is not None else partial(loop.play, self, lease, **more),
+        )
