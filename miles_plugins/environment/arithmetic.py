@@ -87,12 +87,12 @@ class _Tasks(Sequence[Task]):
         wanted = config.train if split == "train" else config.heldout
         self._numbers: list[int] = []
         threshold = int(config.heldout_fraction * 2**64)
-        for number in _shuffled(
+        for number in shuffled(
             self._span**2 * len(config.operations), derive_seed(seed, "arithmetic", split)
         ):
             if len(self._numbers) == wanted:
                 break
-            heldout = _hash(self._problem(number)[0]) < threshold
+            heldout = text_hash(self._problem(number)[0]) < threshold
             if heldout == (split == "heldout"):
                 self._numbers.append(number)
 
@@ -162,7 +162,8 @@ def _check(config: Arithmetic.Config) -> None:
         raise ConfigError(f"{where}: prompt is {config.prompt!r}, which lacks {{problem}}")
 
 
-def _hash(text: str) -> int:
+def text_hash(text: str) -> int:
+    """A number below 2**64 that decides on which side of a split a problem is."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -193,7 +194,7 @@ def _last_number(text: str) -> str | None:
     return text[start:end]
 
 
-def _shuffled(size: int, seed: int) -> Iterator[int]:
+def shuffled(size: int, seed: int) -> Iterator[int]:
     """Every number below `size` once, in an order given by the seed, without holding them.
 
     A four-round Feistel network over the smallest even number of bits that holds `size`, walking on

@@ -1,18 +1,13 @@
 """Tasks from JSON Lines or Parquet files, scored by a reward that is chosen by name.
 
-Reading is `miles_plugins.environment.rows`, comparing `rewards`, time limits `grading`.
+Reading is `miles_plugins.environment.rows`, scoring `scoring`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import importlib.util
-import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +15,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from miles import ConfigError, Context, EpisodeTimeout, Message, SingleTurn, Split, Task, choices
-from miles_plugins.environment.grading import Grader, in_thread
-from miles_plugins.environment.rewards import REWARDS, SLOW
+from miles import ConfigError, Context, Message, SingleTurn, Split, Task
+from miles_plugins.environment.rewards import REWARDS
 from miles_plugins.environment.rows import find_files, open_rows, place
+from miles_plugins.environment.scoring import Scorer
 
 _WHERE = "environment dataset"
 
@@ -81,7 +76,7 @@ class Dataset:
         return {"path": str(path), "solution": "answer", "heldout_fraction": 0.2}
 
     def __init__(self, config: Config, context: Context) -> None:
-        _check(config, context.rewards)
+        _check(config)
         self.config = config
         self._files = tuple(find_files(config.path, f"{_WHERE}: path"))
         self._heldout_files = (
@@ -89,7 +84,14 @@ class Dataset:
             if config.heldout_path
             else self._files
         )
-        self._grade = _grader(config, context.rewards)
+        self._grade = Scorer(
+            environment="dataset",
+            reward=config.reward,
+            pattern=config.pattern,
+            timeout_s=config.reward_timeout_s,
+            processes=config.reward_processes,
+            offered=context.rewards,
+        )
         self._read: dict[tuple[Path, ...], tuple[Any, np.ndarray]] = {}
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -144,20 +146,7 @@ class _Tasks(Sequence[Task]):
         )
 
 
-def _check(config: Dataset.Config, offered: Mapping[str, Any]) -> None:
-    known = {*REWARDS, *offered}
-    taken = sorted(set(REWARDS) & set(offered))
-    if taken:
-        raise ConfigError(f"{_WHERE}: a plugin claims the built-in reward {taken[0]!r}; rename it")
-    if config.reward not in known:
-        raise ConfigError(f"{_WHERE}: no reward {config.reward!r}; {choices(config.reward, known)}")
-    if config.reward == "math" and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{_WHERE}: reward 'math' needs `math-verify`: pip install 'miles[data]'")
-    if config.pattern:
-        try:
-            re.compile(config.pattern)
-        except re.error as error:
-            raise ConfigError(f"{_WHERE}: pattern {config.pattern!r}: {error}") from error
+def _check(config: Dataset.Config) -> None:
     if config.reward in REWARDS and not config.answer and not config.pattern:
         raise ConfigError(
             f"{_WHERE}: reward {config.reward!r} compares with an answer, but `answer` names no "
@@ -167,11 +156,6 @@ def _check(config: Dataset.Config, offered: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{_WHERE}: heldout_fraction is {config.heldout_fraction}; at least 0 and below 1 is "
             "wanted"
-        )
-    if config.reward_timeout_s <= 0 or config.reward_processes < 1:
-        raise ConfigError(
-            f"{_WHERE}: reward_timeout_s is {config.reward_timeout_s} and reward_processes "
-            f"{config.reward_processes}; both must be above 0"
         )
 
 
@@ -230,34 +214,3 @@ def _hash(prompt: Any) -> int:
     text = prompt if isinstance(prompt, str) else repr(prompt)
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _grader(config: Dataset.Config, offered: Mapping[str, Any]) -> Any:
-    """`grade(task, text)`: built-in quick rewards at once, slow ones in a process, a plugin's in a
-    thread."""
-    name = config.reward
-    if name in SLOW:
-        options = {"pattern": config.pattern} if name == "regex" else {}
-        grader = Grader(
-            environment="dataset",
-            deadline_s=config.reward_timeout_s,
-            processes=config.reward_processes,
-        )
-        return lambda task, text: grader(name, text, task, **options)
-    if name in REWARDS:
-        return lambda task, text: REWARDS[name](text, task)
-    function = offered[name]
-    plain = not inspect.iscoroutinefunction(function)
-    turns = asyncio.Semaphore(config.reward_processes)
-
-    async def grade(task: Task, text: str) -> Any:
-        async with turns if plain else nullcontext():  # waiting for a turn is not the reward's time
-            work = in_thread(function, text, task) if plain else function(text, task)
-            try:
-                return await asyncio.wait_for(work, config.reward_timeout_s)
-            except TimeoutError as error:
-                raise EpisodeTimeout(
-                    f"{_WHERE}: reward {name!r} took longer than {config.reward_timeout_s:g} s"
-                ) from error
-
-    return grade

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles import ConfigError, Context, Reply
-from miles_plugins.environment.arithmetic import Arithmetic, _last_number, _shuffled
+from miles_plugins.environment.arithmetic import Arithmetic, _last_number, shuffled
 
 
 def make(seed=0, **config):
@@ -81,7 +81,7 @@ def test_tasks_are_lazy_indexable_and_limited():
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 600), seed=st.integers(0, 2**63))
 def test_shuffled_visits_every_number_once(size, seed):
-    assert sorted(_shuffled(size, seed)) == list(range(size))
+    assert sorted(shuffled(size, seed)) == list(range(size))
 
 
 def test_chat_prompt_is_a_users_message():
