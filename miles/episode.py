@@ -1,4 +1,5 @@
-"""The shortest way to write an environment: a one-turn episode from a prompt and a reward function.
+"""The shortest way to write an environment: a one-turn episode from a prompt and a reward function,
+and tasks that are made when they are asked for.
 
 It also says what a usable reward is. Tokens, engines and time limits are the loop's business.
 """
@@ -8,19 +9,45 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from miles.errors import BadReward
 from miles.protocols import Reply, Step
-from miles.types import Message
+from miles.types import Message, Task
 
-__all__ = ["Reward", "SingleTurn", "check_reward"]
+__all__ = ["LazyTasks", "Reward", "SingleTurn", "check_reward"]
 
 Reward = float | tuple[float, Mapping[str, float]]
 """What an attempt was worth, alone or with metrics to log."""
 
 _LIMIT = float.fromhex("0x1.fffffep+127")  # the largest float32
 _DONE = Step()
+
+
+class LazyTasks(Sequence[Task]):
+    """Tasks of a split that are made when they are asked for: only their keys are held."""
+
+    __slots__ = ("_keys", "_make")
+
+    def __init__(self, keys: Sequence[Any], make: Callable[[Any], Task]) -> None:
+        """`make(key)` must give the same task every time."""
+        self._keys = keys
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return LazyTasks(self._keys[index], self._make)
+        return self._make(self._keys[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
 
 
 class SingleTurn:

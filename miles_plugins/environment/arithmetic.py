@@ -9,9 +9,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
 
-from miles import ConfigError, Context, SingleTurn, Split, Task, derive_seed
+from miles import ConfigError, Context, LazyTasks, SingleTurn, Split, Task, derive_seed
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda x, y: x + y,
@@ -62,12 +61,13 @@ class Arithmetic:
         _check(config)
         self.config = config
         self._seed = context.seed
-        self._splits: dict[Split, _Tasks] = {}
+        self._splits: dict[Split, Sequence[Task]] = {}
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Distinct problems of a split, in seeded order; a task is made when it is asked for."""
         if split not in self._splits:
-            self._splits[split] = _Tasks(self.config, self._seed, split)
+            numbers = _numbers(self.config, self._seed, split)
+            self._splits[split] = LazyTasks(numbers, partial(_task, self.config))
         return self._splits[split]
 
     def episode(self, task: Task, seed: int) -> SingleTurn:
@@ -77,63 +77,58 @@ class Arithmetic:
         )
 
 
-class _Tasks(Sequence[Task]):
-    """Tasks of a split: problem numbers are kept, tasks are made from them."""
+def _numbers(config: Arithmetic.Config, seed: int, split: Split) -> list[int]:
+    """Numbers of a split's problems."""
+    wanted = config.train if split == "train" else config.heldout
+    threshold = int(config.heldout_fraction * 2**64)
+    size = _span(config)[1] ** 2 * len(config.operations)
+    numbers: list[int] = []
+    for number in shuffled(size, derive_seed(seed, "arithmetic", split)):
+        if len(numbers) == wanted:
+            break
+        heldout = text_hash(_problem(config, number)[0]) < threshold
+        if heldout == (split == "heldout"):
+            numbers.append(number)
+    return numbers
 
-    def __init__(self, config: Arithmetic.Config, seed: int, split: Split) -> None:
-        self._config = config
-        self._low = 10 ** (config.digits - 1) if config.digits > 1 else 0
-        self._span = 10**config.digits - self._low
-        wanted = config.train if split == "train" else config.heldout
-        self._numbers: list[int] = []
-        threshold = int(config.heldout_fraction * 2**64)
-        for number in shuffled(
-            self._span**2 * len(config.operations), derive_seed(seed, "arithmetic", split)
-        ):
-            if len(self._numbers) == wanted:
-                break
-            heldout = text_hash(self._problem(number)[0]) < threshold
-            if heldout == (split == "heldout"):
-                self._numbers.append(number)
 
-    def __len__(self) -> int:
-        return len(self._numbers)
+def _task(config: Arithmetic.Config, number: int) -> Task:
+    problem, result = _problem(config, number)
+    answer = _written(result, config.reverse)
+    text = config.prompt.replace("{problem}", problem)
+    return Task(
+        id=problem,
+        prompt=({"role": "user", "content": text},) if config.chat else text,
+        answer=answer,
+        solution=_solution(config, problem, answer),
+    )
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        config = self._config
-        problem, result = self._problem(self._numbers[index])
-        answer = _written(result, config.reverse)
-        text = config.prompt.replace("{problem}", problem)
-        return Task(
-            id=problem,
-            prompt=({"role": "user", "content": text},) if config.chat else text,
-            answer=answer,
-            solution=self._solution(problem, answer),
-        )
 
-    def _solution(self, problem: str, answer: str) -> str:
-        """The answer, or for a share of the problems, chosen by their text, a wrong one."""
-        lot = derive_seed("mistake", problem)
-        if lot >= self._config.mistakes * 2**63:
-            return answer
-        places = [i for i, letter in enumerate(answer) if letter.isdigit()]
-        place = places[lot % len(places)]
-        wrong = (int(answer[place]) + 1 + lot // 64 % 9) % 10
-        return f"{answer[:place]}{wrong}{answer[place + 1 :]}"
+def _solution(config: Arithmetic.Config, problem: str, answer: str) -> str:
+    """The answer, or for a share of the problems, chosen by their text, a wrong one."""
+    lot = derive_seed("mistake", problem)
+    if lot >= config.mistakes * 2**63:
+        return answer
+    places = [i for i, letter in enumerate(answer) if letter.isdigit()]
+    place = places[lot % len(places)]
+    wrong = (int(answer[place]) + 1 + lot // 64 % 9) % 10
+    return f"{answer[:place]}{wrong}{answer[place + 1 :]}"
 
-    def _problem(self, number: int) -> tuple[str, int]:
-        """The text of a numbered problem, and its result."""
-        number, operation = divmod(number, len(self._config.operations))
-        x, y = divmod(number, self._span)
-        sign = self._config.operations[operation]
-        x, y = x + self._low, y + self._low
-        return f"{x}{sign}{y}", _OPERATIONS[sign](x, y)
+
+def _span(config: Arithmetic.Config) -> tuple[int, int]:
+    """The smallest operand, and how many there are."""
+    low = 10 ** (config.digits - 1) if config.digits > 1 else 0
+    return low, 10**config.digits - low
+
+
+def _problem(config: Arithmetic.Config, number: int) -> tuple[str, int]:
+    """The text of a numbered problem, and its result."""
+    low, span = _span(config)
+    number, operation = divmod(number, len(config.operations))
+    x, y = divmod(number, span)
+    sign = config.operations[operation]
+    x, y = x + low, y + low
+    return f"{x}{sign}{y}", _OPERATIONS[sign](x, y)
 
 
 def _check(config: Arithmetic.Config) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from miles import ConfigError, Context, Message, SingleTurn, Split, Task
+from miles import ConfigError, Context, LazyTasks, Message, SingleTurn, Split, Task
 from miles_plugins.environment.rewards import REWARDS
 from miles_plugins.environment.rows import find_files, open_rows, place
 from miles_plugins.environment.scoring import Scorer
@@ -110,40 +110,21 @@ class Dataset:
             held = hashes < np.uint64(config.heldout_fraction * 2**64)
             numbers = np.flatnonzero(held if heldout else ~held)
         limit = config.heldout_limit if heldout else config.limit
-        return _Tasks(config, rows, numbers[: limit or None])
+        return LazyTasks(numbers[: limit or None], partial(_task, config, rows))
 
     def episode(self, task: Task, seed: int) -> SingleTurn:
         """One turn, scored by the chosen reward."""
         return SingleTurn(task.prompt, partial(self._grade, task), environment="dataset")
 
 
-class _Tasks(Sequence[Task]):
-    """Tasks of one split: row numbers are kept, tasks are made from rows when asked for."""
-
-    def __init__(self, config: Dataset.Config, rows: Any, numbers: np.ndarray) -> None:
-        self._config = config
-        self._rows = rows
-        self._numbers = numbers  # (tasks,) int64
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        config = self._config
-        number = int(self._numbers[index])
-        row = self._rows[number]
-        return Task(
-            id=str(row[config.id]) if config.id else f"row-{number + 1}",
-            prompt=_prompt(row[config.prompt], config),
-            answer=row[config.answer] if config.answer else None,
-            solution=row[config.solution] if config.solution else None,
-        )
+def _task(config: Dataset.Config, rows: Any, number: Any) -> Task:
+    row = rows[int(number)]
+    return Task(
+        id=str(row[config.id]) if config.id else f"row-{number + 1}",
+        prompt=_prompt(row[config.prompt], config),
+        answer=row[config.answer] if config.answer else None,
+        solution=row[config.solution] if config.solution else None,
+    )
 
 
 def _check(config: Dataset.Config) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles import Episode, EpisodeError, Reply, SingleTurn, check_reward
+from miles import Episode, EpisodeError, LazyTasks, Reply, SingleTurn, Task, check_reward
 
 
 def play(episode, text):
@@ -75,3 +75,20 @@ def test_check_reward_takes_every_kind_of_single_number(value):
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_check_reward_keeps_every_finite_float32(value):
     assert check_reward(value, "swe") == (value, {})
+
+
+def test_lazy_tasks_are_made_when_asked_for_and_slice_as_lists_do():
+    made = []
+
+    def make(key):
+        made.append(key)
+        return Task(id=str(key), prompt="p")
+
+    tasks = LazyTasks([3, 1, 2], make)
+    assert (len(tasks), made) == (3, [])
+    assert tasks[-1].id == "2"
+    assert [t.id for t in tasks[:2]] == ["3", "1"]
+    assert tasks[1:] == [Task(id="1", prompt="p"), Task(id="2", prompt="p")]
+    assert tasks != [Task(id="1", prompt="p")]
+    with pytest.raises(IndexError):
+        tasks[3]
