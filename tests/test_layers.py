@@ -50,7 +50,7 @@ TABLE = {
     "testing": Row(
         "testing",
         "data contract wire plugins loop session torch testing",
-        "numpy torch transformers pytest",
+        "numpy torch transformers pytest aiohttp",
     ),
     "assembly": Row(
         "stage pool rollouts assemble run simulate serve evaluate convert worker cli __main__",

@@ -11,15 +11,18 @@ A plugin's whole contract test is
 from miles.testing.bigram import FakeEngine, FakeTrainer
 from miles.testing.handle import FakeHandle
 from miles.testing.samples import context, make_group, make_sample
+from miles.testing.served import FakeServedSession, fake_serve
 from miles.testing.tasks import FakeEnvironment, FakeTito
 
 __all__ = [
     "FakeEngine",
     "FakeEnvironment",
     "FakeHandle",
+    "FakeServedSession",
     "FakeTito",
     "FakeTrainer",
     "context",
+    "fake_serve",
     "make_group",
     "make_sample",
 ]

@@ -16,6 +16,7 @@ from miles.protocols import Reply, Step, Tools
 from miles.session.conversation import LinearConversation
 from miles.testing.bigram import FakeEngine
 from miles.testing.contract.case import Case, equal_json, expect, fault, inapplicable
+from miles.testing.served import fake_serve
 from miles.types import Group, Message, Sampling, Task, Trajectory
 from miles.wire import decode, encode
 
@@ -103,7 +104,7 @@ async def check_episodes_apart(case: Case) -> None:
     """Episodes of one task played at the same time do not touch each other."""
     environment = _with_episodes(case)
     for _, _, task in _some(environment, 4):
-        scripts = [[task.solution or "7"] * 16, ["no idea"] * 16]
+        scripts: list[list[str | Message]] = [_script(task), ["no idea"] * 16]
         alone = [await _outcome(environment, task, s, seed=3) for s in scripts]
         made = [environment.episode(task, 3) for _ in scripts]
         expect(made[0] is not made[1], f"task {task.id!r}: an episode was handed out twice")
@@ -116,11 +117,11 @@ async def check_solution_is_worth_it(case: Case) -> None:
     """A task's own solution earns more than silence; a demonstration that does not would teach
     nothing."""
     environment = _with_episodes(case)
-    solved = [(t, t.solution) for _, _, t in _some(environment, 8) if t.solution is not None]
+    solved = [(t, _script(t)) for _, _, t in _some(environment, 8) if t.solution is not None]
     if not solved:
         inapplicable("no task has a solution")
     for task, solution in solved:
-        good = await _outcome(environment, task, [solution] * 16, seed=1)
+        good = await _outcome(environment, task, solution, seed=1)
         bad = await _outcome(environment, task, [""] * 16, seed=1)
         expect(isinstance(good, float), f"task {task.id!r}: its solution fails: {good}")
         expect(
@@ -225,19 +226,22 @@ def _expect_reward(reward: Any, where: str) -> float:
     return float(reward)
 
 
-async def _outcome(environment: Any, task: Task, replies: Sequence[str], *, seed: int) -> Any:
+async def _outcome(
+    environment: Any, task: Task, replies: Sequence[str | Message], *, seed: int
+) -> Any:
     return (await _weave([_drive(environment.episode(task, seed), replies)]))[0]
 
 
-async def _drive(episode: Any, replies: Sequence[str]) -> Any:
+async def _drive(episode: Any, replies: Sequence[str | Message]) -> Any:
     """Play an episode with given replies, a yield after every call; the reward, or the error's
     reason, is last."""
     try:
         prompt = await episode.reset()
         _expect_prompt(prompt, "reset()")
         yield None
-        for text in replies:
-            message: Message = {"role": "assistant", "content": text}
+        for said in replies:
+            message: Message = _message(said)
+            text = str(message.get("content") or "")
             step = await episode.step(
                 Reply(text=text, message=message, finish="stop", tokens=len(text) + 1)
             )
@@ -250,6 +254,9 @@ async def _drive(episode: Any, replies: Sequence[str]) -> Any:
     except RolloutError as error:
         yield error.reason
         return
+    finally:
+        if (close := getattr(episode, "close", None)) is not None:
+            await close()
     reward, metrics = worth if isinstance(worth, tuple) else (worth, {})
     for key, value in (metrics or {}).items():
         expect(isinstance(value, int | float), f"metric {key!r} is {value!r}, not a number")
@@ -272,7 +279,7 @@ async def _weave(drives: Sequence[Any]) -> list[Any]:
 def _tools(case: Case, task: Task, *, samples: int) -> Tools:
     """What the loop gives an environment, over an engine that answers with the task's solution."""
     tito = case.companion("tito")
-    said = [int(token) for token in tito.demonstrate(task.solution or "7")]
+    said = [int(token) for token in tito.demonstrate(_script(task)[0])]
     engine = FakeEngine(
         FakeEngine.Config(vocab_size=tito.vocab_size, max_len=4096),
         script=lambda request: said[:-1],
@@ -293,4 +300,18 @@ def _tools(case: Case, task: Task, *, samples: int) -> Tools:
         tito=tito,
         sandbox=None,
         conversation=conversation,
+        serve=fake_serve(_script(task), tito=tito),
     )
+
+
+def _message(said: str | Message) -> Message:
+    return {"role": "assistant", "content": said} if isinstance(said, str) else said
+
+
+def _script(task: Task) -> list[str | Message]:
+    """What the task's solution has the assistant say, the last of it repeated."""
+    solution = task.solution or "7"
+    if isinstance(solution, str):
+        return [solution] * 16
+    said: list[str | Message] = [m for m in solution if m["role"] == "assistant"]
+    return said + said[-1:] * 16
