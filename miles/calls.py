@@ -47,7 +47,7 @@ class Caller:
         self, target: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
         """The answer of `part.method`. Raises what it raised; `WorkerError` when the other end is
-        gone; `TimeoutError` after `timeout` seconds. A cancelled call is cancelled there too."""
+        gone; `TimeoutError` after `timeout` seconds. What is given up here is cancelled there."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         number = self._ask(target, args, kwargs, future)
         try:
@@ -55,7 +55,7 @@ class Caller:
                 return await future
             async with asyncio.timeout(timeout):
                 return await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TimeoutError):
             self._cancel(number)
             raise
         finally:

@@ -8,7 +8,6 @@ makes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 
 from miles.errors import EngineError, WeightSyncError
 from miles.testing.contract.case import Case, expect, inapplicable, raises
-from miles.types import Array, Completion, Request, Sampling
+from miles.testing.contract.completions import expect_equal, expect_whole
+from miles.types import Completion, Request, Sampling
 
 TOGETHER = 24
 """Requests at once, of several lengths."""
@@ -42,14 +42,14 @@ async def check_completion(case: Case) -> None:
     most 0."""
     engine = await _ready(case)
     for index in range(8):
-        _expect_whole(await engine.generate(_request(index, demonstrate=True)), engine)
+        expect_whole(await engine.generate(_request(index, demonstrate=True)), engine)
 
 
 async def check_seed_decides(case: Case) -> None:
     """The same request gives the same tokens and log-probs again; other seeds give others."""
     engine = await _sampler(case)
     one, two = [await engine.generate(_request(0, size=24)) for _ in range(2)]
-    _expect_equal(one, two, "the same request twice")
+    expect_equal(one, two, "the same request twice")
     others = [await engine.generate(replace(_request(0, size=24), seed=s)) for s in range(100, 104)]
     expect(
         any(not np.array_equal(one.tokens, o.tokens) for o in others), "every seed gives the same"
@@ -65,9 +65,9 @@ async def check_company_is_nothing(case: Case) -> None:
     order = np.random.default_rng(1).permutation(len(asked))
     shuffled = await asyncio.gather(*(engine.generate(asked[i]) for i in order))
     for index, one in enumerate(alone):
-        _expect_equal(one, together[index], f"request {index}, alone and together")
+        expect_equal(one, together[index], f"request {index}, alone and together")
     for place, index in enumerate(order):
-        _expect_equal(alone[index], shuffled[place], f"request {index}, alone and shuffled")
+        expect_equal(alone[index], shuffled[place], f"request {index}, alone and shuffled")
 
 
 async def check_greedy(case: Case) -> None:
@@ -126,7 +126,7 @@ async def check_truncation(case: Case) -> None:
         asked = _request(1, size=12)
         asked = replace(asked, sampling=replace(asked.sampling, **cut))
         completion = await engine.generate(asked)
-        _expect_whole(completion, engine)
+        expect_whole(completion, engine)
         truncated = completion.truncated_logprobs
         expect(truncated is not None, f"{cut}: truncated_logprobs are missing")
         lower = float((completion.logprobs - truncated).max())
@@ -169,12 +169,42 @@ async def check_abort(case: Case) -> None:
     expect(ended == 1, f"abort of one key ended {ended} requests")
     cut, whole = await asyncio.gather(*tasks)
     expect(cut.finish == "abort", f"an aborted request has finish {cut.finish!r}")
-    _expect_whole(cut, engine)
+    expect_whole(cut, engine)
     expect(len(cut.tokens) < 200, "an aborted request went on to its limit")
     expect(whole.finish == "length", f"the other request ended with {whole.finish!r}")
     again = await engine.generate(replace(room, id="r2", key="k1", seed=1))
-    _expect_equal(whole, again, "a request beside an aborted one, and alone")
+    expect_equal(whole, again, "a request beside an aborted one, and alone")
     expect(await engine.abort() == 0, "abort with nothing in flight ended something")
+
+
+async def check_cancel(case: Case) -> None:
+    """A caller that goes away takes its request along: nothing is left running."""
+    engine = await _sampler(case)
+    task = asyncio.ensure_future(engine.generate(_request(0, size=200)))
+    await _until_active(engine, 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await _until_idle(engine)
+    expect_whole(await engine.generate(_request(1)), engine)
+
+
+async def check_stream(case: Case) -> None:
+    """`stream`, where there is one, gives the tokens of `generate` piece by piece and last the
+    completion; leaving early ends the request."""
+    engine = await _sampler(case)
+    if not hasattr(engine, "stream"):
+        inapplicable("it has no stream")
+    whole = await engine.generate(_request(0, size=24))
+    *pieces, last = [item async for item in engine.stream(_request(0, size=24))]
+    expect(isinstance(last, Completion), f"a stream ends with a {type(last).__name__}")
+    expect_equal(whole, last, "a streamed request and the same at once")
+    expect(len(pieces) > 1, f"{len(whole.tokens)} tokens came in {len(pieces)} piece")
+    joined = np.concatenate(pieces)
+    expect(np.array_equal(joined, last.tokens), "the pieces are not the completion's tokens")
+    items = engine.stream(_request(1, size=200))
+    await anext(items)
+    await items.aclose()
+    await _until_idle(engine)
 
 
 async def check_pause(case: Case) -> None:
@@ -187,7 +217,7 @@ async def check_pause(case: Case) -> None:
     done, _ = await asyncio.wait([task], timeout=0.2)
     expect(not done, "a paused engine finished a request")
     await engine.resume()
-    _expect_equal(wanted, await task, "a request, and the same one held by a pause")
+    expect_equal(wanted, await task, "a request, and the same one held by a pause")
 
 
 async def check_load_refuses(case: Case) -> None:
@@ -207,7 +237,7 @@ async def check_load_refuses(case: Case) -> None:
             await engine.load(9, given.items())
         found = await engine.version()
         expect(found == 0, f"after a load with {what} it serves {found}, not 0")
-        _expect_equal(before, await engine.generate(_request(0)), f"before and after {what}")
+        expect_equal(before, await engine.generate(_request(0)), f"before and after {what}")
 
 
 async def check_load_changes_the_policy(case: Case) -> None:
@@ -220,10 +250,10 @@ async def check_load_changes_the_policy(case: Case) -> None:
     expect(not np.array_equal(before.logprobs, after.logprobs), "new weights sample as the old did")
     fresh = case.build()
     await _load(case, fresh, 1)
-    _expect_equal(after, await fresh.generate(_request(0, size=16)), "reloaded and fresh engine")
+    expect_equal(after, await fresh.generate(_request(0, size=16)), "reloaded and fresh engine")
     await engine.load(2, _weights(case, 0).items())
     restored = await engine.generate(_request(0, size=16))
-    _expect_equal(before, restored, "the first weights, loaded again")
+    expect_equal(before, restored, "the first weights, loaded again")
 
 
 async def check_refuses_prompts(case: Case) -> None:
@@ -235,7 +265,7 @@ async def check_refuses_prompts(case: Case) -> None:
         tokens = np.ones(size, np.int32)
         with raises(EngineError, f"a prompt {what}"):
             await engine.generate(replace(asked, tokens=tokens))
-    _expect_whole(await engine.generate(asked), engine)
+    expect_whole(await engine.generate(asked), engine)
 
 
 async def check_health(case: Case) -> None:
@@ -259,7 +289,7 @@ async def check_sleep_wake(case: Case) -> None:
     await engine.sleep()
     await engine.wake()
     await engine.load(0, _weights(case, 0).items())
-    _expect_equal(before, await engine.generate(_request(0)), "before and after a sleep")
+    expect_equal(before, await engine.generate(_request(0)), "before and after a sleep")
 
 
 async def check_demonstration(case: Case) -> None:
@@ -331,6 +361,12 @@ def _weights(case: Case, version: int) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in case.built[key].items()}
 
 
+async def _until_idle(engine: Any) -> None:
+    async with asyncio.timeout(10):
+        while (await engine.health())["active"]:
+            await asyncio.sleep(0.001)
+
+
 async def _until_active(engine: Any, count: int) -> None:
     while (await engine.health())["active"] < count:
         await asyncio.sleep(0.001)
@@ -338,44 +374,3 @@ async def _until_active(engine: Any, count: int) -> None:
 
 def _limit(case: Case) -> float:
     return float(case.companion("precision").budget.max)
-
-
-def _expect_equal(one: Completion, two: Completion, what: str) -> None:
-    same = np.array_equal(one.tokens, two.tokens)
-    expect(same, f"{what}: tokens {one.tokens.tolist()} and {two.tokens.tolist()}")
-    for name in ("logprobs", "truncated_logprobs"):
-        a, b = getattr(one, name), getattr(two, name)
-        same = (a is None and b is None) or np.array_equal(a, b)
-        expect(same, f"{what}: the tokens are equal, their {name} differ by {_worst(a, b)}")
-
-
-def _worst(a: Array | None, b: Array | None) -> str:
-    if a is None or b is None:
-        return "one being None"
-    return f"{float(np.abs(a - b).max()):.3g}"
-
-
-def _expect_whole(completion: Completion, engine: Any) -> None:
-    size = len(completion.tokens)
-    expect(completion.tokens.dtype == np.int32, f"tokens are {completion.tokens.dtype}, not int32")
-    expect(completion.finish in ("stop", "length", "abort"), f"finish is {completion.finish!r}")
-    _expect_tiled(completion.spans, size)
-    for name in ("logprobs", "truncated_logprobs"):
-        values = getattr(completion, name)
-        if values is None:
-            expect(name != "logprobs" or not engine.samples, "a sampling engine gave no log-probs")
-            continue
-        good = values.shape == (size,) and values.dtype == np.float32
-        expect(good, f"{name} are {values.dtype} {values.shape} for {size} tokens")
-        expect(np.isfinite(values).all(), f"{name} are not finite")
-        expect((values <= 1e-6).all(), f"{name} exceed 0: {float(values.max()):.3g}")
-
-
-def _expect_tiled(spans: Sequence[Any], size: int) -> None:
-    end, version = 0, -1
-    for span in spans:
-        expect(span.start == end, f"a span starts at {span.start}, the one before ends at {end}")
-        expect(span.stop > span.start, f"span [{span.start}, {span.stop}) is empty")
-        expect(span.version >= version, f"versions fall from {version} to {span.version}")
-        end, version = span.stop, span.version
-    expect(end == size, f"spans end at {end} of {size} tokens")

@@ -120,6 +120,25 @@ async def check_death(case: Case) -> None:
             expect(False, "a call to a worker that was killed hung for 30 s")
 
 
+async def check_end(case: Case) -> None:
+    """`end` ends one handle's processes, however busy, and no other's."""
+    async with _runtime(case) as runtime:
+        before = _descendants()
+        busy = await _start(case, runtime, "busy")
+        theirs = _descendants() - before
+        other = await _start(case, runtime, "other")
+        for process in theirs:
+            os.kill(process, signal.SIGSTOP)  # as stuck as a process can be
+        await runtime.end(busy)
+        left = theirs & _descendants()
+        expect(not left, f"after end() {len(left)} of its processes are left")
+        with raises(MilesError, "calling a worker that was ended"):
+            await busy.call("precision.fingerprint", timeout=20)
+        expect(
+            await other.call("precision.fingerprint", timeout=20), "another worker was ended too"
+        )
+
+
 async def check_stop(case: Case) -> None:
     """After `stop`, which may be called twice, no process is left, and calls fail instead of
     hanging."""

@@ -168,8 +168,8 @@ async def check_carries_real_weights(case: Case) -> None:
     trainer does."""
     import numpy as np
 
-    from miles.testing.samples import make_sample
     from miles.batch import flatten
+    from miles.testing.samples import make_sample
 
     trainer, engine = case.companion("trainer"), case.companion("engine")
     driver, there, here = case.build(), case.build(), case.build()

@@ -7,7 +7,7 @@ built. It serves any model family whose registration gives a `Decoder` and canon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,6 +99,7 @@ class Torch:
             ),
             reuse=config.prefix_reuse,
         )
+        self._listeners: dict[Any, asyncio.Queue[Array | None]] = {}
         self._paused = self._asleep = False
         self._task: asyncio.Task[None] | None = None
 
@@ -140,6 +141,25 @@ class Torch:
         self._accept(request)
         return await self._submit(request.tokens, request)
 
+    async def stream(self, request: Request) -> AsyncIterator[Array | Completion]:
+        """As `generate`: (new tokens,) int32 after every forward that gave some, last the
+        completion. Leaving early ends the request."""
+        self._accept(request)
+        new: asyncio.Queue[Array | None] = asyncio.Queue(self.max_len + 1)
+        task = asyncio.create_task(self._submit(request.tokens, request, new))
+        task.add_done_callback(lambda _: new.put_nowait(None))
+        given = 0
+        try:
+            while (tokens := await new.get()) is not None:
+                given += len(tokens)
+                yield tokens
+            completion: Completion = await task
+            if given < len(completion.tokens):
+                yield completion.tokens[given:]
+            yield completion
+        finally:
+            task.cancel()
+
     async def score(self, tokens: Array) -> Array:
         """(tokens,) float32: log-prob of each token given those before it, 0 for the first.
 
@@ -149,7 +169,12 @@ class Torch:
         self._accept_tokens("score", tokens, room=0)
         return await self._submit(tokens, None)
 
-    async def _submit(self, tokens: Array, request: Request | None) -> Any:
+    async def _submit(
+        self,
+        tokens: Array,
+        request: Request | None,
+        listener: asyncio.Queue[Array | None] | None = None,
+    ) -> Any:
         from miles_plugins.engine.torch.table import Job
 
         batching = self._batching
@@ -161,12 +186,22 @@ class Torch:
         future = asyncio.get_running_loop().create_future()
         job = Job(tokens=np.asarray(tokens, np.int64), request=request, future=future)
         batching.waiting.append(job)
+        if listener is not None:
+            self._listeners[job] = listener
         self._start()
         try:
             return await future
         except asyncio.CancelledError:
             batching.remove(job)
             raise
+        finally:
+            self._listeners.pop(job, None)
+
+    def _tell(self) -> None:
+        """Give listeners what the last forward drew; a request that ended gives the rest itself."""
+        for job, listener in self._listeners.items():
+            if len(tokens := self._batching.table.drawn(job)):
+                listener.put_nowait(tokens)
 
     def _accept(self, request: Request) -> None:
         name, sampling = f"request {request.id!r}", request.sampling
@@ -295,6 +330,8 @@ class Torch:
         await asyncio.sleep(0)
         while self._ready():
             self._resolve(self._batching.step())
+            if self._listeners:
+                self._tell()
             await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

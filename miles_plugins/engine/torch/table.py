@@ -39,6 +39,8 @@ class Job:
     """Row it holds; -1 while it waits."""
     cached: int = 0
     """Prompt tokens it did not have to compute."""
+    told: int = 0
+    """Sampled tokens that a listener has been given."""
     followers: list[Job] = field(default_factory=list)
     """Jobs with the same prompt, waiting for this one to have computed it."""
 
@@ -166,6 +168,14 @@ class Table:
         values = self.logprobs[row, : self.length[row]].copy()
         values[0] = 0
         return values
+
+    def drawn(self, job: Job) -> Array:
+        """(new tokens,) int32 that a running job has sampled since the last call."""
+        if job.row < 0:
+            return np.zeros(0, np.int32)
+        start, stop = int(self.prompt[job.row]) + job.told, int(self.length[job.row])
+        job.told += stop - start
+        return self.tokens[job.row, start:stop].astype(np.int32)
 
     def completion(self, job: Job, finish: Finish) -> Completion:
         """What a job has sampled so far; nothing if it still waits."""

@@ -5,6 +5,7 @@ A local plugin file. Names are `<check>` or `<check>_<which>`; `good` keeps ever
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
@@ -503,6 +504,25 @@ class Random(FakeEngine):
         return await super().generate(replace(request, seed=random.randrange(2**60)))
 
 
+@breaks("engine", "cancel")
+class Oblivious(FakeEngine):
+    """Goes on for callers that have gone."""
+
+    async def generate(self, request):
+        return await asyncio.shield(asyncio.ensure_future(super().generate(request)))
+
+
+@breaks("engine", "stream")
+class Dribbling(FakeEngine):
+    """Streams everything but the last token."""
+
+    async def stream(self, request):
+        made = await self.generate(request)
+        for token in made.tokens[:-1]:
+            yield np.array([token], np.int32)
+        yield made
+
+
 @breaks("engine", "company_is_nothing")
 class Sociable(FakeEngine):
     """Draws by how many others there are."""
@@ -727,6 +747,15 @@ class Fickle(Shared):
 
     async def _one(self, task, attempt, seed):
         return await super()._one(task, attempt, random.randrange(2**60))
+
+
+@breaks("runtime", "end")
+class Lenient(Local):
+    """Only asks a worker to end."""
+
+    async def end(self, handle):
+        for process in handle.ranks:
+            process.caller.connection.close()
 
 
 @breaks("runtime", "stop")

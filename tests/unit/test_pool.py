@@ -1,0 +1,103 @@
+"""Rollout workers that die or hang, and how groups are spread over those that work."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles import ConfigError, Group, Task, WorkerError
+from miles.buffer import Lease
+from miles.pool import Pool
+from miles.testing import FakeHandle
+
+
+class Rollouts:
+    """What the worker holds; `how` decides what becomes of a group."""
+
+    def __init__(self, how: Any = None) -> None:
+        self.how = how
+        self.groups: list[int] = []
+        self.version = -1
+
+    async def ping(self) -> None:
+        if self.how == "hang":
+            raise WorkerError("no answer")
+
+    async def group(self, group: int, task: Task, samples: Any, sampling: Any) -> Group:
+        self.groups.append(group)
+        if self.how == "hang":
+            await asyncio.sleep(0.01)
+            raise WorkerError("rollouts.group did not answer within 1 s")
+        if self.how == "bug":
+            raise ConfigError("a bug of the environment")
+        if self.how == "engine":
+            raise WorkerError("engine: ended")
+        await asyncio.sleep(0.01)
+        return Group(id=group, task=task, trajectories=())
+
+    async def published(self, version: int) -> None:
+        self.version = version
+
+    async def metrics(self) -> dict[str, float]:
+        return {"session/turns": float(len(self.groups))}
+
+
+def pool(*workers: Rollouts, restarts: int = 2) -> tuple[Pool, list[FakeHandle]]:
+    handles = [FakeHandle(f"rollout-{i}", {"rollouts": w}) for i, w in enumerate(workers)]
+    began: list[FakeHandle] = []
+
+    async def restart(handle: Any) -> FakeHandle:
+        new = FakeHandle(handle.name, {"rollouts": Rollouts()})
+        began.append(new)
+        return new
+
+    made = Pool(
+        handles, restart=restart, episode_timeout_s=1, worker_timeout_s=1, max_restarts=restarts  # type: ignore[arg-type]
+    )  # fmt: skip
+    return made, began
+
+
+def lease(group: int) -> Lease:
+    return Lease(id=group, task=Task(id=str(group), prompt="x"))
+
+
+def test_pool_spreads_groups_and_adds_counters_up() -> None:
+    one, two = Rollouts(), Rollouts()
+    made, _ = pool(one, two)
+
+    async def main() -> None:
+        await asyncio.gather(*(made.group(lease(i)) for i in range(6)))
+        await made.published(4)
+        assert await made.metrics() == {"session/turns": 6.0}
+
+    asyncio.run(main())
+    assert len(one.groups) == len(two.groups) == 3 and one.version == two.version == 4
+
+
+def test_pool_starts_a_hanging_worker_again_once_and_its_groups_are_lost() -> None:
+    made, began = pool(Rollouts("hang"))
+
+    async def main() -> list[Group]:
+        groups = await asyncio.gather(*(made.group(lease(i)) for i in range(4)))
+        return [*groups, await made.group(lease(9))]
+
+    *lost, fine = asyncio.run(main())
+    assert [g.failure.reason for g in lost if g.failure] == ["worker_lost"] * 4
+    assert fine.failure is None and len(began) == made.restarts == 1
+
+
+@pytest.mark.parametrize(("how", "error"), [("bug", ConfigError), ("engine", WorkerError)])
+def test_pool_raises_what_a_living_worker_raised(how: str, error: type[Exception]) -> None:
+    made, began = pool(Rollouts(how))
+    with pytest.raises(error):
+        asyncio.run(made.group(lease(0)))
+    assert not began
+
+
+def test_pool_gives_up_after_max_restarts() -> None:
+    made, began = pool(Rollouts("hang"), restarts=0)
+    with pytest.raises(WorkerError, match="did not answer within 1 s"):
+        asyncio.run(made.group(lease(0)))
+    assert not began
