@@ -19,7 +19,7 @@ from miles.calls import Peer
 from miles.protocols import Context, Tools
 from miles.remote import RemoteEngine
 from miles.seeds import derive_seed
-from miles.session.conversation import LinearConversation
+from miles.session.conversation import SessionConversation
 from miles.types import Group, Sampling, Task
 
 __all__ = ["Rollouts"]
@@ -136,8 +136,8 @@ class Rollouts:
             engine, max_len = self.sampler, self.sampler_max_len
         how = sampling or self.sampling
 
-        def conversation(key: str) -> LinearConversation:
-            return LinearConversation(
+        def conversation(key: str) -> SessionConversation:
+            return SessionConversation(
                 key=key,
                 tito=self.tito,
                 engine=engine,

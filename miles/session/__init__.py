@@ -1,8 +1,12 @@
-"""Token-exact conversations between an environment and an engine.
+"""Token-exact conversations: the record of each, one turn with an engine, and many of them.
 
-The in-process linear one lives in `miles.session.conversation`; nothing here talks to a network.
+`tree` is one session, `dialogue` one turn, `conversation` what an environment is given, `store`
+many sessions with their limits, `journal` what survives a restart; `server` speaks HTTP.
 """
 
-from miles.session.conversation import LinearConversation
+from miles.session.conversation import SessionConversation
+from miles.session.dialogue import turn
+from miles.session.tree import Session
+from miles.session.turns import Counters, Prompt, Turn
 
-__all__ = ["LinearConversation"]
+__all__ = ["Counters", "Prompt", "Session", "SessionConversation", "Turn", "turn"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from miles.errors import RolloutError
 from miles.protocols import Reply, Step, Tools
-from miles.session.conversation import LinearConversation
+from miles.session.conversation import SessionConversation
 from miles.testing.bigram import FakeEngine
 from miles.testing.contract.case import Case, equal_json, expect, fault, inapplicable
 from miles.testing.served import fake_serve
@@ -287,8 +287,8 @@ def _tools(case: Case, task: Task, *, samples: int) -> Tools:
     sampling = Sampling(max_new_tokens=64, stop_ids=tuple(tito.stop_ids))
     name = "g0" if samples > 1 else "g0.0"
 
-    def conversation(key: str) -> LinearConversation:
-        return LinearConversation(key=key, tito=tito, engine=engine, sampling=sampling, seed=5)
+    def conversation(key: str) -> SessionConversation:
+        return SessionConversation(key=key, tito=tito, engine=engine, sampling=sampling, seed=5)
 
     return Tools(
         id=name,

@@ -24,7 +24,7 @@ from miles import (
 )
 from miles.loop import episode
 from miles.seeds import derive_seed
-from miles.session.conversation import LinearConversation
+from miles.session.conversation import SessionConversation
 from miles.testing import FakeEngine, FakeEnvironment, FakeTito, make_group
 from miles_plugins.evaluator.shared import Shared
 
@@ -49,7 +49,7 @@ def play_on(engine: FakeEngine, environment: FakeEnvironment) -> Callable:
         for index in range(samples):
             key = f"{task.id}.{index}"
             try:
-                conversation = LinearConversation(
+                conversation = SessionConversation(
                     key=key,
                     tito=FakeTito(),
                     engine=engine,

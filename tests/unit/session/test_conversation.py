@@ -1,4 +1,4 @@
-"""LinearConversation: what was sampled stays what it was, with its versions and log-probs in their
+"""SessionConversation: what was sampled stays what it was, with its versions and log-probs in their
 place."""
 
 import asyncio
@@ -21,7 +21,7 @@ from miles import (
     Span,
     derive_seed,
 )
-from miles.session import LinearConversation
+from miles.session import SessionConversation
 from miles_plugins.tito.bytes import Bytes
 
 TITO = Bytes(Bytes.Config(), Context(directory=Path(".")))
@@ -72,7 +72,7 @@ def conversation(engine, **more):
         "sampling": Sampling(max_new_tokens=8),
         "seed": 7,
     }
-    return LinearConversation(**{**options, **more})
+    return SessionConversation(**{**options, **more})
 
 
 def user(text):
@@ -295,9 +295,8 @@ def test_values_of_another_length_than_the_tokens_are_the_engines_fault():
         tokens=said.tokens, logprobs=said.logprobs[:2], spans=said.spans, finish="stop"
     )
     talk = conversation(Scripted([broken]))
-    asyncio.run(talk.turn("x"))
-    with pytest.raises(EngineError, match="2 per-token values for 3 sampled tokens"):
-        talk.trajectory(reward=0.0)
+    with pytest.raises(EngineError, match="turn 0: 2 per-token values for 3 sampled tokens"):
+        asyncio.run(talk.turn("x"))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ def test_conversation_without_a_turn_has_nothing_to_train_on(first, words):
 
 
 def test_routing_key_may_not_be_empty():
-    with pytest.raises(EpisodeError, match="routing key is empty"):
+    with pytest.raises(EpisodeError, match="routing key, is empty"):
         conversation(Scripted([]), key="")
 
 

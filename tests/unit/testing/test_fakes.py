@@ -198,9 +198,9 @@ def test_fakes_learn_the_fake_task_together() -> None:
 
     async def attempt(seed: int):
         from miles.loop import episode
-        from miles.session import LinearConversation
+        from miles.session import SessionConversation
 
-        conversation = LinearConversation(
+        conversation = SessionConversation(
             key=f"k{seed}",
             tito=tito,
             engine=engine,
