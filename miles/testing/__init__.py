@@ -10,11 +10,9 @@ A plugin's whole contract test is
 
 from miles.testing.bigram import FakeEngine, FakeTrainer
 from miles.testing.boxes import FakeBox, FakeSandbox
-from miles.testing.boxes import FakeBox, FakeSandbox
 from miles.testing.handle import FakeHandle
 from miles.testing.playing import Played, play_episode, tool_call
 from miles.testing.prefix import CachingEngine, PrefixCache
-from miles.testing.playing import Played, play_episode, tool_call
 from miles.testing.samples import context, make_group, make_sample
 from miles.testing.served import FakeServedSession, fake_serve
 from miles.testing.tasks import FakeEnvironment, FakeTito
@@ -22,24 +20,19 @@ from miles.testing.tasks import FakeEnvironment, FakeTito
 __all__ = [
     "CachingEngine",
     "FakeBox",
-    "FakeBox",
     "FakeEngine",
     "FakeEnvironment",
     "FakeHandle",
     "FakeSandbox",
     "FakeServedSession",
-    "FakeSandbox",
     "FakeTito",
     "FakeTrainer",
     "Played",
     "PrefixCache",
-    "Played",
     "context",
     "fake_serve",
     "make_group",
     "make_sample",
-    "play_episode",
-    "tool_call",
     "play_episode",
     "tool_call",
 ]
