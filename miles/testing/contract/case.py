@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from miles.errors import ContractError, MilesError
 from miles.protocols import Context, Spec
+from miles.testing.boxes import FakeSandbox
 from miles.testing.tasks import FakeEnvironment
 
 __all__ = ["Case", "Inapplicable", "equal_json", "expect", "fault", "inapplicable", "raises"]
@@ -117,8 +118,8 @@ class Case:
             return self._build_companion(kind, **changes)
         if kind not in self.built:
             given = getattr(self.context, kind, None)
-            if given is None and kind == "environment":
-                given = FakeEnvironment()
+            if given is None and kind in _FAKES:
+                given = _FAKES[kind]()
             self.built[kind] = given if given is not None else self._build_companion(kind)
         return self.built[kind]
 
@@ -139,7 +140,7 @@ class Case:
 
 _BEFORE: Mapping[str, tuple[str, ...]] = {
     "tito": ("model",),
-    "environment": ("model", "tito"),
+    "environment": ("model", "tito", "sandbox"),
     "trainer": ("model", "precision"),
     "engine": ("model", "precision"),
     "transport": ("model", "precision"),
@@ -148,6 +149,9 @@ _BEFORE: Mapping[str, tuple[str, ...]] = {
     "evaluator": ("environment",),
 }
 """Companions that a kind finds in its context."""
+
+_FAKES: Mapping[str, Any] = {"environment": FakeEnvironment, "sandbox": FakeSandbox}
+"""Companions that are fakes, as long as the context brings no others."""
 
 
 @lru_cache(maxsize=8)

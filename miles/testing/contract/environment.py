@@ -298,7 +298,7 @@ def _tools(case: Case, task: Task, *, samples: int) -> Tools:
         sampling=sampling,
         engine=engine,
         tito=tito,
-        sandbox=None,
+        sandbox=case.companion("sandbox"),
         conversation=conversation,
         serve=fake_serve(_script(task), tito=tito),
     )
