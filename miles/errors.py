@@ -21,6 +21,7 @@ __all__ = [
     "EpisodeTimeout",
     "GenerationAborted",
     "HistoryMismatch",
+    "JournalError",
     "MilesError",
     "PluginConflict",
     "PluginError",
@@ -99,6 +100,8 @@ class SampleError(MilesError):
 
 class TokenMismatch(SampleError):
     """Tokens do not extend what was stored: the first index that differs, both sides decoded."""
+
+    status = 500
 
 
 class RolloutError(MilesError):
@@ -198,6 +201,13 @@ class SessionFull(SessionError):
 
     reason = "session_full"
     status = 429
+
+
+class JournalError(SessionError):
+    """A session's journal could not be written or read; the turn is not stored."""
+
+    reason = "journal_error"
+    status = 500
 
 
 class RunError(MilesError):

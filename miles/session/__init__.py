@@ -6,7 +6,8 @@ many sessions with their limits, `journal` what survives a restart; `server` spe
 
 from miles.session.conversation import SessionConversation
 from miles.session.dialogue import turn
+from miles.session.store import Sessions
 from miles.session.tree import Session
 from miles.session.turns import Counters, Prompt, Turn
 
-__all__ = ["Counters", "Prompt", "Session", "SessionConversation", "Turn", "turn"]
+__all__ = ["Counters", "Prompt", "Session", "SessionConversation", "Sessions", "Turn", "turn"]

@@ -125,6 +125,15 @@ class Session:
         """Prompts being answered."""
         return len(self._pending)
 
+    def has(self, index: int) -> bool:
+        """Whether the turn of that index is stored; -1 is the beginning."""
+        return index < 0 or index in self._storage.nodes
+
+    def offers(self, index: int) -> Sequence[Tool]:
+        """The function schemas that the turn of an index offered; of -1 none."""
+        node = self._storage.nodes.get(index)
+        return () if node is None else node.tools
+
     def samples(self) -> tuple[Sample, ...]:
         """One per kept leaf. Raises what made the session fail (`TokenMismatch`), and
         `EpisodeError` when nothing was sampled."""
@@ -185,7 +194,7 @@ class Session:
             else self._attach(messages, tools)
         )
         parent = place.parent
-        tools = parent.tools if parent is not None and append else tools
+        tools = tools if parent is None else parent.tools  # the same, and stored once
         self._refuse_when_full(place)
         images = self._images(place.new)
         if isinstance(messages, str):
