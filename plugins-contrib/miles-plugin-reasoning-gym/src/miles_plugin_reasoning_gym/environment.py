@@ -9,9 +9,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, overload
+from typing import Any
 
-from miles import ConfigError, Context, SingleTurn, Split, Task, choices, derive_seed
+from miles import (
+    ConfigError,
+    Context,
+    LazyTasks,
+    SingleTurn,
+    Split,
+    Task,
+    choices,
+    derive_seed,
+)
 from miles_plugin_reasoning_gym.scoring import Scorer
 
 _WHERE = "environment reasoning_gym"
@@ -70,15 +79,14 @@ class ReasoningGym:
         """Tasks of a split, made as they are asked for; a task's id holds a digest of its
         question."""
         size = self.config.heldout if split == "heldout" else self.config.train
-        return _Tasks(split, size, self)
+        return LazyTasks(range(size), partial(self._task, split))
 
     def episode(self, task: Task, seed: int) -> SingleTurn:
         """One turn, scored by the generator."""
         score = partial(self._score, task.data["split"], task.data["index"])
         return SingleTurn(task.prompt, score, environment="reasoning_gym")
 
-    def task(self, split: Split, index: int) -> Task:
-        """The task at an index that is there."""
+    def _task(self, split: Split, index: int) -> Task:
         config, entry = self.config, self._entries[split](index)
         question, answer = entry["question"], entry["answer"]
         digest = hashlib.blake2b(question.encode("utf-8", "replace"), digest_size=4).hexdigest()
@@ -102,28 +110,6 @@ class ReasoningGym:
         tag = self.config.tag
         answer = self._extract(text, tag_name=tag) if tag else text.strip()
         return await self._scorer(answer, self._entries[split](index))
-
-
-class _Tasks(Sequence[Task]):
-    """A split that makes its tasks when they are asked for."""
-
-    def __init__(self, split: Split, size: int, environment: ReasoningGym) -> None:
-        self._split = split
-        self._size = size
-        self._environment = environment
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        chosen = range(self._size)[index]
-        if isinstance(chosen, range):
-            return [self._environment.task(self._split, i) for i in chosen]
-        return self._environment.task(self._split, chosen)
 
 
 def _check(config: ReasoningGym.Config) -> None:

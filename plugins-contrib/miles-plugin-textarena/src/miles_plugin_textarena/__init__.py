@@ -1,0 +1,1 @@
+"""TextArena's games for miles: tasks and episodes (`environment`), one game (`game`)."""
