@@ -7,7 +7,7 @@ fails here too. It times nothing out and restarts nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from miles.errors import WorkerError
@@ -67,3 +67,15 @@ class FakeHandle:
             await self.call(target, *args, rank=rank, timeout=timeout, **kwargs)
             for rank in range(self.world)
         ]
+
+    async def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
+        """The items of an async generator method of one rank."""
+        self.calls.append(target)
+        if self.dead:
+            raise WorkerError(f"{self.name}: worker {rank} is dead (on purpose)")
+        (there_args,) = decode(encode([list(args)]))
+        try:
+            async for item in self._method(target, rank)(*there_args):
+                yield decode(encode(item))
+        except Exception as error:
+            raise error_from_wire(error_to_wire(error), self.name) from error
