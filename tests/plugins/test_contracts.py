@@ -8,10 +8,16 @@ import pytest
 
 from miles.protocols import KINDS
 
+AT_VENDORS = {("sandbox", name) for name in ("daytona", "e2b", "agentenv", "modal")}
+"""They need a service, which `sandbox/test_vendor_contract.py` has for each."""
+
 BUILT_IN = sorted(
-    (entry.group.removeprefix("miles."), entry.name)
-    for entry in distribution("miles").entry_points
-    if entry.group.startswith("miles.")
+    {
+        (entry.group.removeprefix("miles."), entry.name)
+        for entry in distribution("miles").entry_points
+        if entry.group.startswith("miles.")
+    }
+    - AT_VENDORS
 )
 
 
