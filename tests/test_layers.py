@@ -241,7 +241,7 @@ def test_core_names_no_built_in() -> None:
     assert not found, "\n".join(found)
 
 
-WORDS = {"local", "torch"}
+WORDS = {"local", "torch", "none", "process"}
 """Built-in names that are also plain words of the core: a local plugin file, the package torch."""
 
 
