@@ -125,7 +125,7 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         engine = tasks.create_task(_place_engine(stage, planned, context))
         workers = [tasks.create_task(_worker(stage.shared, r, parts, context, 1)) for r in roles]
     max_len = engine.result()
-    doors = list(stage.shared.doors.values()) if stage.sampler is not None else []
+    doors = stage.shared.doors if stage.sampler is not None else []
 
     async def connect(handle: Handle) -> Handle:
         await handle.call("rollouts.connect", doors, max_len, timeout=60.0)
@@ -157,12 +157,15 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
         return None
     parts = [sampling.specs[k] for k in ("model", "precision", "engine", "transport")]
     around = replace(context, settings=sampling.settings)
-    handle = await _worker(shared, "engine", parts, around, 1)
+    world = int(sampling.specs["engine"].config.get("workers", 1))
+    handle = await _worker(shared, "engine", parts, around, world)
     stage.sampler = RemoteEngine(handle, timeout_s=stage.settings.worker_timeout_s)
-    if "engine" not in shared.doors:
+    if not shared.doors:
         token = secrets.token_hex(16)
-        address = await handle.call("worker.listen", "127.0.0.1", token, timeout=60.0)
-        shared.doors["engine"] = ["engine", *address, token]
+        addresses = await handle.call_all("worker.listen", "127.0.0.1", token, timeout=60.0)
+        names = ["engine"] if world == 1 else [f"engine-{rank}" for rank in range(world)]
+        doors = zip(names, addresses, strict=True)
+        shared.doors = [[name, *address, token] for name, address in doors]
     longest = (await stage.sampler.health()).get("max_len")
     return int(longest or context.model.decoder().max_len)
 

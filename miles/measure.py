@@ -27,6 +27,7 @@ class Measure:
         self._step_began = time.perf_counter()
         self._dropped: Counter[str] = Counter()
         self._started = 0
+        self._rollouts: Mapping[str, float] = {}
         self._health: Mapping[str, float] = {}
         self._health_before: Mapping[str, float] = {}
 
@@ -49,6 +50,10 @@ class Measure:
     def engine_health(self, health: Mapping[str, float]) -> None:
         """Counters of the engine since its start, read once a step."""
         self._health = health
+
+    def rollouts(self, metrics: Mapping[str, float]) -> None:
+        """Counts of sessions and routers since the last time, read once a step."""
+        self._rollouts = metrics
 
     def step(
         self,
@@ -89,7 +94,7 @@ class Measure:
             "tokens/sampled": int(np.count_nonzero(sampled)),
             "length/mean": float(batch.tokens.lengths.mean()),
             "session/turns": starts / len(batch.tokens.lengths),
-            "session/token_mismatches": dropped.get("token_mismatch", 0),
+            **self._rollouts,
             **batch.metrics,
             **update.metrics,
             **_means(groups),
@@ -107,11 +112,9 @@ class Measure:
         now, before = self._health, self._health_before
         new = {k: now[k] - before.get(k, 0.0) for k in now}
         self._health_before = now
-        prompts = new.get("prompt_tokens", 0.0)
         return {
             "engine/idle_s": max(0.0, seconds - new.get("busy_s", 0.0)),
             "engine/tokens_per_s": new.get("tokens", 0.0) / seconds if seconds else 0.0,
-            "router/prefix_hit_rate": new.get("cached_tokens", 0.0) / prompts if prompts else 0.0,
         }
 
 

@@ -15,9 +15,16 @@ from typing import Any
 from miles.buffer import Lease
 from miles.errors import WorkerError
 from miles.protocols import Handle
+from miles.router.accounts import summarize
 from miles.types import Drop, Group, Sampling, Trajectory
 
 __all__ = ["Pool"]
+
+SESSION_COUNTS = (
+    "token_mismatches", "unmatched_tool_ids", "rollbacks", "branches", "kept_history", "rebased",
+    "truncated", "conflicts",
+)  # fmt: skip
+"""Counters of sessions that are logged, as `session/<name>`."""
 
 _GRACE_S = 10.0  # beyond a group's own deadline, which its worker keeps if nothing blocks it
 _PROBE_S = 5.0
@@ -30,6 +37,7 @@ class _Worker:
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.playing = 0
+        self.before: Mapping[str, Mapping[str, float]] = {}  # counts already told
         self.lock = asyncio.Lock()
 
 
@@ -115,18 +123,32 @@ class Pool:
         self._restarts_left -= 1
         self.restarts += 1
         _log.warning("%s is started again: %s", worker.handle.name, error or "it hangs")
-        worker.handle = await self._restart(worker.handle)
+        worker.handle, worker.before = await self._restart(worker.handle), {}
 
     async def published(self, version: int) -> None:
         """Tell every worker which version the engines serve."""
         await self._all("rollouts.published", version)
 
+    async def replaying(self, version: int) -> None:
+        """Tell the engines inside the workers, which replay, which version they stand for."""
+        await self._all("rollouts.replaying", version)
+
     async def metrics(self) -> Mapping[str, float]:
-        """Counters of all workers, added up."""
-        total: Counter[str] = Counter()
-        for counters in await self._all("rollouts.metrics"):
-            total.update(counters)
-        return total
+        """`session/...` and `router/...` of all workers, since the call before."""
+        counts = await self._all("rollouts.counts")
+        before = [worker.before for worker in self._workers]
+        for worker, now in zip(self._workers, counts, strict=True):
+            worker.before = now
+        sessions = Counter[str]()
+        for now in counts:
+            sessions.update(now["session"])
+        for then in before:
+            sessions.subtract(then.get("session", {}))
+        metrics = {f"session/{name}": float(sessions[name]) for name in SESSION_COUNTS}
+        if any(now["router"] for now in counts):
+            routers = [then.get("router", {}) for then in before]
+            metrics |= summarize([now["router"] for now in counts], routers)
+        return metrics
 
     async def _all(self, target: str, *args: Any) -> list[Any]:
         calls = [

@@ -57,7 +57,8 @@ class RemoteTrainer:
 
 
 class RemoteEngine:
-    """`Engine` in another process. Weights never pass here: a transport moves them."""
+    """`Engine` in another process, or several alike. Weights never pass here: a transport moves
+    them. Requests go to the first; over several, a router spreads them."""
 
     samples: ClassVar[bool] = True
 
@@ -73,33 +74,40 @@ class RemoteEngine:
         return self.handle.stream("engine.stream", request)
 
     async def score(self, tokens: Array) -> Array:
-        values: Array = await self._call("engine.score", tokens)
+        values: Array = await self.handle.call("engine.score", tokens, timeout=self._timeout_s)
         return values
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
-        return int(await self._call("engine.abort", None if keys is None else list(keys)))
+        return int(sum(await self._all("engine.abort", None if keys is None else list(keys))))
 
     async def pause(self) -> None:
-        await self._call("engine.pause")
+        await self._all("engine.pause")
 
     async def resume(self) -> None:
-        await self._call("engine.resume")
+        await self._all("engine.resume")
 
     async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
         raise TypeError("weights do not pass through the driver: publish them with a transport")
 
     async def version(self) -> int:
-        return int(await self._call("engine.version"))
+        return int(min(await self._all("engine.version")))
 
     async def health(self) -> Mapping[str, float]:
-        answer: Mapping[str, float] = await self._call("engine.health")
-        return answer
+        """Sums over the processes, except `max_len`, the smallest."""
+        each = await self._all("engine.health")
+        if len(each) == 1:
+            alone: Mapping[str, float] = each[0]
+            return alone
+        total = {name: sum(one.get(name, 0.0) for one in each) for name in each[0]}
+        if "max_len" in total:
+            total["max_len"] = min(one["max_len"] for one in each)
+        return total
 
     async def sleep(self) -> None:
-        await self._call("engine.sleep")
+        await self._all("engine.sleep")
 
     async def wake(self) -> None:
-        await self._call("engine.wake")
+        await self._all("engine.wake")
 
-    async def _call(self, target: str, *args: Any) -> Any:
-        return await self.handle.call(target, *args, timeout=self._timeout_s)
+    async def _all(self, target: str, *args: Any) -> list[Any]:
+        return await self.handle.call_all(target, *args, timeout=self._timeout_s)

@@ -8,6 +8,7 @@ moves weights, or imports torch.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -18,8 +19,9 @@ from miles.buffer import Lease
 from miles.calls import Peer
 from miles.protocols import Context, Tools
 from miles.remote import RemoteEngine
+from miles.router import Router
 from miles.seeds import derive_seed
-from miles.session.conversation import SessionConversation
+from miles.session import Counters, Session, SessionConversation
 from miles.types import Group, Sampling, Task
 
 __all__ = ["Rollouts"]
@@ -33,8 +35,8 @@ def _group_seed(seed: int, group: int) -> int:
 
 
 class Rollouts:
-    """Implements `miles.loop.Rollouts`; the driver calls `connect`, `published`, `group` or
-    `returning`, and `metrics`."""
+    """Implements `miles.loop.Rollouts`; the driver calls `connect`, `published` or `replaying`,
+    `group` or `returning`, and `counts`."""
 
     def __init__(self, parts: Mapping[str, Any], context: Context) -> None:
         """`parts` holds the environment, the tito handler, perhaps a sandbox, and an engine where
@@ -46,7 +48,7 @@ class Rollouts:
         self.sandbox = parts.get("sandbox")
         self.engine: Any = parts.get("engine")
         self.max_len: int | None = None
-        self.sampler: Any = None  # engine that evaluates; the rollout engine, if that samples
+        self.sampler: Router | None = None  # evaluates; the rollout engine, if that samples
         self.sampler_max_len: int | None = None
         self.sampling = Sampling(
             max_new_tokens=settings.max_new_tokens,
@@ -56,6 +58,8 @@ class Rollouts:
         )
         self._replays = self.engine is not None
         self._peers: list[Peer] = []
+        self._sessions: dict[int, list[Session]] = defaultdict(list)  # by group being played
+        self._counters = Counters()  # of sessions that have ended
         self._returned: dict[int, Callable[[], None]] = {}
 
     # ---- what the driver calls
@@ -66,22 +70,26 @@ class Rollouts:
     async def connect(self, engines: Sequence[Sequence[Any]], max_len: int | None) -> None:
         """Dial engine workers, each given as (name, host, port, token). `max_len` is their longest
         context in tokens. Raises `WorkerError`."""
-        for peer in self._peers:
-            peer.close()
+        await self.close()
         self._peers = [
             await Peer.dial(name, (host, port), token, _DIAL_S)
             for name, host, port, token in engines
         ]
         if self._peers:
-            self.sampler = RemoteEngine(self._peers[0], timeout_s=self.settings.worker_timeout_s)
-            self.sampler_max_len = max_len
+            limit = self.settings.worker_timeout_s
+            router = Router({p.name: RemoteEngine(p, timeout_s=limit) for p in self._peers})
+            self.sampler, self.sampler_max_len = await router.__aenter__(), max_len
         if not self._replays:
             self.engine, self.max_len = self.sampler, max_len
 
     async def published(self, version: int) -> None:
-        """The engines now serve this version."""
-        if self._replays:
-            await self.engine.load(version, ())
+        """The engine workers now serve this version."""
+        if self.sampler is not None:
+            self.sampler.published(version)
+
+    async def replaying(self, version: int) -> None:
+        """The engine that replays demonstrations says this version from now on."""
+        await self.engine.load(version, ())
 
     async def group(
         self,
@@ -92,7 +100,10 @@ class Rollouts:
     ) -> Group:
         """Play a whole group under this id; `samples` and `sampling` are given by evaluations."""
         how = {} if sampling is None else {"sampling": sampling}
-        return await loop.rollout(self, Lease(id=group, task=task), samples, **how)
+        try:
+            return await loop.rollout(self, Lease(id=group, task=task), samples, **how)
+        finally:
+            self._end(group)
 
     async def returning(self, group: int, task: Task) -> AsyncIterator[Group | None]:
         """As `group`: None whenever one attempt has ended, last the group."""
@@ -113,9 +124,23 @@ class Rollouts:
             with suppress(asyncio.CancelledError):
                 await playing
 
-    async def metrics(self) -> dict[str, float]:
-        """Counters since the start, under their full names."""
-        return {}
+    def _end(self, group: int) -> None:
+        for session in self._sessions.pop(group, ()):
+            self._counters.add(session.counters)
+            if self.sampler is not None:
+                self.sampler.release(session.id)
+
+    async def counts(self) -> dict[str, Any]:
+        """Of `session` and `router`, since the start."""
+        router = {} if self.sampler is None else self.sampler.counts()
+        return {"session": self._counters.plain(), "router": router}
+
+    async def close(self) -> None:
+        """Hang up on engines."""
+        if self.sampler is not None:
+            await self.sampler.__aexit__()
+        for peer in self._peers:
+            peer.close()
 
     # ---- what the loop asks
 
@@ -137,7 +162,7 @@ class Rollouts:
         how = sampling or self.sampling
 
         def conversation(key: str) -> SessionConversation:
-            return SessionConversation(
+            made = SessionConversation(
                 key=key,
                 tito=self.tito,
                 engine=engine,
@@ -146,7 +171,10 @@ class Rollouts:
                 seed=seed if key == name else derive_seed(seed, key),
                 solution=lease.task.solution,
                 max_len=max_len,
+                rules=self.settings.session,
             )
+            self._sessions[lease.id].append(made.session)
+            return made
 
         more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
         return Tools(

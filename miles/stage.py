@@ -18,7 +18,7 @@ import msgspec
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.errors import BadReward, RunError, WeightSyncError, WorkerError
+from miles.errors import BadReward, EngineError, RoutingError, RunError, WeightSyncError
 from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
@@ -32,6 +32,7 @@ from miles.types import Drop, Group, Sampling, Task
 __all__ = ["Shared", "Stage"]
 
 _HOPELESS = 20  # steps' worth of groups that fail in a row before the run gives up
+_OF_ENGINES = (EngineError.reason, RoutingError.reason)
 _SAMPLE_EVERY = 25  # steps between texts kept for people to read
 
 
@@ -54,8 +55,8 @@ class Shared:
     """Last version that was scored."""
     handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
-    doors: dict[str, list[Any]] = field(default_factory=dict)
-    """Where rollout workers reach engine workers, by role: name, host, port, token."""
+    doors: list[list[Any]] = field(default_factory=list)
+    """Where rollout workers reach engine workers: name, host, port, token of each."""
 
 
 class Stage:
@@ -118,12 +119,10 @@ class Stage:
         returned = None
         if self.buffer.free_each_sample and sampling is None:
             returned = partial(self.buffer.returned, lease.id)
-        try:
-            return await self.pool.group(lease, samples, sampling, returned=returned)
-        except WorkerError:
-            if self.sampler is not None:
-                await self.sampler.health()  # a dead engine: its own handle knows how it ended
-            raise
+        group = await self.pool.group(lease, samples, sampling, returned=returned)
+        if group.failure is not None and group.failure.reason in _OF_ENGINES:
+            await self.sampler.health()  # raises when an engine is dead: it knows how it ended
+        return group
 
     def judge(self, group: Group) -> Drop | None:
         """A failure, or what the selector says.
@@ -172,7 +171,8 @@ class Stage:
             self.measure.engine_health(await self.sampler.health())
         else:
             receipt = Receipt(version=version, digest="", bytes=0, seconds=0.0)
-        await self.pool.published(version)
+            await self.pool.replaying(version)
+        self.measure.rollouts(await self.pool.metrics())
         return receipt
 
     async def _publish_to(self, engine: RemoteEngine) -> Receipt:
@@ -187,6 +187,7 @@ class Stage:
                 f"publishing version {self.trainer.version} took longer than worker_timeout_s "
                 f"({limit:g} s)"
             ) from None
+        await self.pool.published(receipt.version)
         if receipt.digest:
             self.shared.tracking.moment("weights_published", msgspec.to_builtins(receipt))
         return receipt

@@ -40,8 +40,10 @@ class Rollouts:
     async def published(self, version: int) -> None:
         self.version = version
 
-    async def metrics(self) -> dict[str, float]:
-        return {"session/turns": float(len(self.groups))}
+    async def counts(self) -> dict[str, Any]:
+        count = len(self.groups)
+        router = {"requests": count, "prompt_tokens": 10 * count, "cached_tokens": 6 * count}
+        return {"session": {"token_mismatches": count}, "router": router}
 
 
 def pool(*workers: Rollouts, restarts: int = 2) -> tuple[Pool, list[FakeHandle]]:
@@ -70,10 +72,14 @@ def test_pool_spreads_groups_and_adds_counters_up() -> None:
     async def main() -> None:
         await asyncio.gather(*(made.group(lease(i)) for i in range(6)))
         await made.published(4)
-        assert await made.metrics() == {"session/turns": 6.0}
+        metrics = await made.metrics()
+        assert (metrics["session/token_mismatches"], metrics["router/requests"]) == (6, 6)
+        assert metrics["router/prefix_hit_rate"] == 0.6
+        await made.group(lease(7))
+        assert (await made.metrics())["session/token_mismatches"] == 1  # since the last time
 
     asyncio.run(main())
-    assert len(one.groups) == len(two.groups) == 3 and one.version == two.version == 4
+    assert sorted((len(one.groups), len(two.groups))) == [3, 4] and one.version == two.version == 4
 
 
 def test_pool_starts_a_hanging_worker_again_once_and_its_groups_are_lost() -> None:

@@ -46,6 +46,8 @@ class Torch:
     class Config:
         """How large batches are and where they run."""
 
+        workers: int = 1
+        """Engine processes, each with all the weights; a conversation stays with one of them."""
         rows: int = 64
         """Requests that decode together; more wait."""
         chunk: int = 0
@@ -105,7 +107,7 @@ class Torch:
 
     def _check(self) -> None:
         config = self.config
-        for name in ("rows", "key_block", "threads", "max_waiting"):
+        for name in ("workers", "rows", "key_block", "threads", "max_waiting"):
             if getattr(config, name) < 1:
                 raise ConfigError(
                     f"engine torch: {name} is {getattr(config, name)}; it must be at least 1"
