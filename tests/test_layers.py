@@ -45,7 +45,11 @@ TABLE = {
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",
     ),
-    "session": Row("session router", "data contract session", "numpy msgspec aiohttp starlette"),
+    "session": Row(
+        "session router",
+        "data contract session",
+        "numpy msgspec aiohttp starlette uvicorn safetensors",
+    ),
     "torch": Row("learn quant", "data contract torch", "numpy torch transformers safetensors"),
     "testing": Row(
         "testing",
