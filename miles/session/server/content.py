@@ -16,7 +16,7 @@ from miles.errors import UnsupportedRequest
 __all__ = [
     "Image",
     "flat",
-    "image_of_base64",
+    "image_of_data",
     "image_of_url",
     "items",
     "refuse_part",
@@ -70,10 +70,10 @@ def image_of_url(url: Any, *, images: bool, where: str) -> Image:
     kind, _, coding = head.removeprefix("data:").partition(";")
     if not comma or coding != "base64":
         raise UnsupportedRequest(f"{where}: the data URL is not base64")
-    return image_of_base64(kind, data, images=images, where=where)
+    return image_of_data(kind, data, images=images, where=where)
 
 
-def image_of_base64(kind: Any, data: Any, *, images: bool, where: str) -> Image:
+def image_of_data(kind: Any, data: Any, *, images: bool, where: str) -> Image:
     """An image given by its type and base64 data. Raises `UnsupportedRequest`."""
     if not images:
         raise UnsupportedRequest(f"{where} is an image, and this model's handler takes text only")

@@ -17,7 +17,7 @@ from miles.protocols import Tool
 from miles.session.server.asked import Asked, Only, judge, read_sampling, tool
 from miles.session.server.content import (
     flat,
-    image_of_base64,
+    image_of_data,
     image_of_url,
     items,
     refuse_part,
@@ -146,7 +146,7 @@ def _part(part: Mapping[str, Any], images: bool, where: str) -> Any:
         raise UnsupportedRequest(f"{where}.source is {type(source).__name__}, not an object")
     if source.get("type") == "base64":
         kind, data = source.get("media_type"), source.get("data")
-        return image_of_base64(kind, data, images=images, where=where)
+        return image_of_data(kind, data, images=images, where=where)
     return image_of_url(source.get("url"), images=images, where=where)
 
 
