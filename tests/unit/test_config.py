@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from miles import Settings, schema
-from miles.compose import expand, own_folder, parse, quoted
+from miles.compose import own_folder, quoted
 from miles.config import compose
-from miles.draft import Tree
 from miles.errors import ConfigError
 
 KEYS = ("experiment=grpo", "tito=bytes")
@@ -506,84 +503,3 @@ def test_recorded_overrides_hold_plugins_as_absolute_paths(tmp_path, component, 
     plan = compose([*KEYS, "plugins=[./mine.py]", "environment=mine"]).verify()
     monkeypatch.chdir("/")
     assert compose(plan.overrides).verify().stages == plan.stages
-
-
-# ---------------------------------------------------------------- the command line's words
-
-
-PATH_CHARACTERS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1)
-
-
-@given(PATH_CHARACTERS, st.sampled_from(["resume", "model.path", "run.dir", "stages.a.model.path"]))
-def test_quoted_path_arrives_as_it_was(path, key):
-    if path == "null" or path[0] in "'\"[" or path.strip() != path or "${" in path:
-        return  # YAML's null, what is quoted already, a list, blanks that a shell would trim
-    assert parse(quoted(f"{key}={path}")).value == path
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("resume=/a b/c=d,e(f)", "/a b/c=d,e(f)"),
-        ("run.name=a,b", "a,b"),
-        ("plugins=[./a b.py,./c(d).py]", ["./a b.py", "./c(d).py"]),
-        ("plugins=./a,b.py", "./a,b.py"),
-        ("plugins=['./a,b.py']", ["./a,b.py"]),
-        ("model.path=null", None),
-        ("resume='/a b'", "/a b"),
-        ("resume=/it's", "/it's"),
-        ("resume=/end\\", "/end\\"),
-    ],
-)
-def test_quoted_understands_lists_quotes_and_null(text, value):
-    assert parse(quoted(text)).value == value
-
-
-def test_quoted_leaves_other_keys_alone():
-    assert quoted("engine.rows=1,2") == "engine.rows=1,2"
-    assert quoted("~resume") == "~resume"
-
-
-def test_expand_is_the_product_of_all_axes():
-    assert expand(["a=1,2", "b=x", "c=range(0,2)", "d=choice(p,q)"]) == [
-        [f"a={a}", "b=x", f"c={c}", f"d={d}"] for a in (1, 2) for c in (0, 1) for d in ("p", "q")
-    ]
-    assert expand(["tracker=[a,b]"]) == [["tracker=[a,b]"]]
-
-
-# ---------------------------------------------------------------- merging
-
-
-LEAVES = st.one_of(
-    st.integers(), st.text(max_size=3), st.none(), st.lists(st.integers(), max_size=2)
-)
-NESTED = st.recursive(
-    LEAVES, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
-)
-BODIES = st.dictionaries(st.sampled_from("abc"), NESTED, max_size=3)
-
-
-def merged(low, high):
-    """The independent definition: mappings merge, everything else is replaced."""
-    if not isinstance(low, dict) or not isinstance(high, dict):
-        return high
-    return {**low, **{k: merged(low[k], v) if k in low else v for k, v in high.items()}}
-
-
-@given(st.lists(BODIES, max_size=4))
-def test_tree_merges_like_nested_mappings(bodies):
-    tree, expected = Tree(), {}
-    for index, body in enumerate(bodies):
-        tree.put((), body, f"file {index}")
-        expected = merged(expected, body)
-    assert tree.nested() == expected
-
-
-@given(BODIES, BODIES)
-def test_tree_remembers_the_last_file_of_every_leaf(low, high):
-    tree = Tree()
-    tree.put((), low, "low")
-    before = dict(tree.leaves)
-    tree.put((), high, "high")
-    for path, (value, origin) in tree.leaves.items():
-        assert origin == "high" or before[path] == (value, "low")
