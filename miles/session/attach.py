@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from miles.errors import HistoryMismatch, UnsupportedRequest
+from miles.errors import EpisodeError, HistoryMismatch, SessionConflict, UnsupportedRequest
 from miles.protocols import Tool
 from miles.session.matching import Difference
 from miles.session.turns import Node
 from miles.types import Message
 
-__all__ = ["Place", "branching", "linear", "messages_of", "same_tools", "tools_differ"]
+__all__ = ["Place", "append", "branching", "linear", "messages_of", "same_tools", "tools_differ"]
 
 
 class Place(NamedTuple):
@@ -44,6 +44,22 @@ def same_tools(stored: Sequence[Tool], given: Sequence[Tool]) -> bool:
     return stored is given or list(stored) == list(given)
 
 
+def append(tip: Node | None, messages: str | Sequence[Message], tools: Sequence[Tool]) -> Place:
+    """After the last turn, whatever was said. Raises `EpisodeError` for misplaced raw text and
+    `HistoryMismatch` for other tools; none mean those of before."""
+    if tip is None:
+        return Place(None, () if isinstance(messages, str) else tuple(messages))
+    if isinstance(messages, str):
+        raise EpisodeError("session: raw text can only be the first turn; give messages")
+    if tip.raw:
+        raise EpisodeError(
+            "session: it began as raw text, so no messages can follow; begin with messages"
+        )
+    if tools and not same_tools(tip.tools, tools):
+        raise HistoryMismatch(tools_differ(tip.tools, tools))
+    return Place(tip, tuple(messages))
+
+
 def linear(
     tip: Node | None, given: tuple[Message, ...], tools: Sequence[Tool], differ: Difference
 ) -> Place:
@@ -52,6 +68,8 @@ def linear(
     _refuse_open_assistant(given)
     if tip is None:
         return Place(None, given)
+    if tip.raw:
+        raise HistoryMismatch("messages: the conversation began as raw text; open another session")
     before = tip.count - len(tip.messages) - 1
     if not same_tools(tip.tools, tools):
         if not before:
@@ -81,6 +99,8 @@ def branching(
         node = todo.pop()
         if node.count > len(given):
             continue
+        if node.raw:
+            continue
         own = (*node.messages, node.message)
         start = node.count - len(own)
         if any(differ(one, given[start + i]) for i, one in enumerate(own)):
@@ -88,6 +108,11 @@ def branching(
         if best is None or (node.count, node.index) > (best.count, best.index):
             best = node
         todo += node.children
+    if best is not None and best.finish == "length":
+        raise SessionConflict(
+            f"turn {best.index} was cut by the length limit and cannot be extended; branch off "
+            "before it"
+        )
     return Place(best, given[best.count if best else 0 :])
 
 

@@ -1,7 +1,7 @@
 """What is verified before a turn is stored: that it extends the stored tokens, and does not
 contradict itself.
 
-Nothing is repaired here; a fault is an error with its first place.
+Nothing is repaired here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from miles.errors import EngineError, TokenMismatch
+from miles.errors import TokenMismatch
 from miles.types import Array, Completion
 
-__all__ = ["check_completion", "check_extends"]
+__all__ = ["check_extends", "faults_of"]
 
+_INT32 = np.dtype(np.int32)
 _CONTEXT = 8  # tokens decoded on each side of the first that differs
 
 
@@ -35,27 +36,21 @@ def check_extends(
     )
 
 
-def check_completion(completion: Completion, where: str, oldest: int) -> None:
-    """Raise `EngineError` unless lengths agree, spans tile the tokens, and versions do not fall,
-    below `oldest` neither."""
+def faults_of(completion: Completion, oldest: int) -> str:
+    """What is wrong with it, or nothing: lengths that disagree, spans that do not tile the tokens,
+    versions that fall, also below `oldest`."""
     tokens = completion.tokens
     size = len(tokens)
-    if tokens.dtype != np.int32:
-        raise EngineError(f"{where}: the engine gave {tokens.dtype} tokens, not int32")
+    if tokens.dtype != _INT32:
+        return f"{tokens.dtype} tokens, not int32"
     for values in (completion.logprobs, completion.truncated_logprobs, completion.experts):
         if values is not None and len(values) != size:
-            raise EngineError(f"{where}: {len(values)} per-token values for {size} sampled tokens")
+            return f"{len(values)} per-token values for {size} sampled tokens"
     at, version = 0, oldest
     for span in completion.spans:
         if span.start != at or span.stop <= at:
-            raise EngineError(
-                f"{where}: span [{span.start}, {span.stop}) does not follow token {at}; spans tile "
-                "the sampled tokens"
-            )
+            return f"span [{span.start}, {span.stop}) does not follow token {at}"
         if span.version < version:
-            raise EngineError(
-                f"{where}: sampled under version {span.version} after version {version}"
-            )
+            return f"sampled under version {span.version} after version {version}"
         at, version = span.stop, span.version
-    if at != size:
-        raise EngineError(f"{where}: spans cover {at} of {size} sampled tokens")
+    return "" if at == size else f"spans cover {at} of {size} sampled tokens"

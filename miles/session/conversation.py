@@ -62,9 +62,16 @@ class SessionConversation:
             seed=self._seed,
             tools=tools,
             append=True,
+            timeout_s=0,  # the group's own deadline is shorter, and costs nothing a turn
             demonstration=None if self._engine.samples else self._demonstration,
         )
-        return Reply(text=done.text, message=done.message, finish=done.finish, tokens=done.tokens)
+        return Reply(
+            text=done.text,
+            message=done.message,
+            finish=done.finish,
+            tokens=done.tokens,
+            demonstrated=not self._engine.samples,
+        )
 
     def trajectory(
         self, *, reward: float, metrics: Mapping[str, float] | None = None

@@ -35,14 +35,17 @@ async def turn(
     append: bool = False,
     on_tokens: Callable[[Array], None] | None = None,
     demonstration: Callable[[int], Array] | None = None,
+    timeout_s: float | None = None,
 ) -> Turn:
     """Prompt, sample, store. `seed` is the session's; every turn derives its own. `sampling` has
     its stop ids (`with_stop_ids`), and gets no more new tokens than the context has room for.
     `on_tokens` is called with (new tokens,) int32 as they are decoded, or once with all where the
     engine has no `stream`. `demonstration` gives what turn n is to say, to an engine that replays.
+    `timeout_s` is how long the engine may take, without it `session.upstream_timeout_s`; 0 leaves
+    it to the deadline of whoever waits.
 
-    Raises what `Session.prompt` and `Session.commit` raise, `EngineError` also after
-    `session.upstream_timeout_s`. Whatever is raised, cancellation included, the session is as it
+    Raises what `Session.prompt` and `Session.commit` raise, and `EngineError` also when the engine
+    takes too long. Whatever is raised, cancellation included, the session is as it
     was before, and the engine is told to stop.
     """
     prompt = session.prompt(messages, tools=tools, append=append)
@@ -56,7 +59,8 @@ async def turn(
             demonstration=None if demonstration is None else demonstration(prompt.index),
             images=prompt.images,
         )
-        completion = await _ask(session, engine, request, on_tokens)
+        limit = session.rules.upstream_timeout_s if timeout_s is None else timeout_s
+        completion = await _ask(session, engine, request, on_tokens, limit)
         return session.commit(prompt, completion, stop_ids=sampling.stop_ids)
     except BaseException:  # cancellation too: a prompt is committed or abandoned
         session.abandon(prompt)
@@ -68,13 +72,14 @@ async def _ask(
     engine: Engine,
     request: Request,
     on_tokens: Callable[[Array], None] | None,
+    limit: float,
 ) -> Completion:
-    limit = session.rules.upstream_timeout_s
+    answer = engine.generate(request) if on_tokens is None else _stream(engine, request, on_tokens)
     try:
+        if not limit:
+            return await answer
         async with asyncio.timeout(limit):
-            if on_tokens is None:
-                return await engine.generate(request)
-            return await _stream(engine, request, on_tokens)
+            return await answer
     except TimeoutError as error:
         await _stop(session, engine)
         raise EngineError(

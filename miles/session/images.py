@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from miles.errors import UnsupportedRequest
+from miles.protocols import Tito
 from miles.types import Message
 
-__all__ = ["encoded_images"]
+__all__ = ["encoded_images", "refuse_images"]
 
 _TYPES = ("image", "image_url")
 
@@ -53,4 +54,12 @@ def _bytes_of(part: Mapping[str, Any]) -> bytes:
     raise UnsupportedRequest(
         f"image: the source {shown} is neither bytes nor a base64 data URL; nothing is fetched, so "
         "send the image itself"
+    )
+
+
+def refuse_images(found: Sequence[bytes], tito: Tito) -> NoReturn:
+    """For a handler that is not `multimodal`. Raises `UnsupportedRequest`."""
+    raise UnsupportedRequest(
+        f"messages: {len(found)} images, but the tito handler {type(tito).__name__} is for text "
+        "alone"
     )

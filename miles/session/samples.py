@@ -5,7 +5,7 @@ It reads the columns and changes nothing; rewards are the trajectory's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -27,21 +27,24 @@ def pieces(path: Sequence[Node]) -> list[tuple[int, int]]:
     return found
 
 
-def kept_leaves(nodes: Iterable[Node], policy: str) -> list[Node]:
+def kept_leaves(nodes: Collection[Node], policy: str) -> list[Node]:
     """Leaves that become samples, in the order of their turns: `all`; without those that another
     attempt at the same request took the place of (`drop_retries`: one that was continued, or else
     the latest, stays); or the one with the most tokens (`longest`)."""
-    leaves = sorted((n for n in nodes if not n.continued), key=lambda n: n.index)
+    leaves = [n for n in nodes if not n.continued]
+    if len(leaves) == 1:
+        return leaves
+    leaves.sort(key=lambda n: n.index)
     if policy == "longest" and leaves:
         return [max(leaves, key=lambda n: (n.size, n.index))]
     if policy == "drop_retries":
-        everything = list(nodes)
-        return [leaf for leaf in leaves if not _retried(leaf, everything)]
+        roots = [n for n in nodes if n.parent is None]
+        return [leaf for leaf in leaves if not _retried(leaf, roots)]
     return leaves
 
 
-def _retried(leaf: Node, nodes: Sequence[Node]) -> bool:
-    siblings = leaf.parent.children if leaf.parent else [n for n in nodes if n.parent is None]
+def _retried(leaf: Node, roots: Sequence[Node]) -> bool:
+    siblings = leaf.parent.children if leaf.parent else roots
     return not leaf.children and any(
         other is not leaf
         and (other.children or other.index > leaf.index)
@@ -75,9 +78,8 @@ def _sample(path: Sequence[Node], columns: Mapping[str, Column], owned: set[int]
         sampled[start:stop] = True
         if owned and node.index not in owned:
             trainable[start:stop] = True
-        spans += (
-            Span(start=start + s.start, stop=start + s.stop, version=s.version) for s in node.spans
-        )
+        for s in node.spans:
+            spans.append(Span(start=start + s.start, stop=start + s.stop, version=s.version))
     finish: Finish = "length" if leaf.truncated else leaf.finish
     return Sample(
         tokens=columns["tokens"].copy(pieces(path)),  # (tokens,) int32
@@ -88,7 +90,8 @@ def _sample(path: Sequence[Node], columns: Mapping[str, Column], owned: set[int]
         finish=finish,
         truncated_logprobs=(
             _scatter(path, columns, "truncated_logprobs")
-            if any(node.truncated_logprobs >= 0 for node in path)
+            if "truncated_logprobs" in columns
+            and any(node.truncated_logprobs >= 0 for node in path)
             else None
         ),
         experts=_scatter(path, columns, "experts"),

@@ -13,33 +13,33 @@ from typing import Any, NoReturn
 import numpy as np
 
 from miles.errors import (
+    EngineError,
     EpisodeError,
     GenerationAborted,
-    HistoryMismatch,
     PromptTooLong,
     SessionClosed,
     SessionConflict,
     SessionFull,
     TokenMismatch,
-    UnsupportedRequest,
 )
 from miles.protocols import Tito, Tool
 from miles.session import attach
 from miles.session.attach import Place, messages_of
-from miles.session.checks import check_completion, check_extends
+from miles.session.checks import check_extends, faults_of
 from miles.session.following import follow
-from miles.session.images import encoded_images
+from miles.session.images import encoded_images, refuse_images
 from miles.session.matching import differences, unmatched_tool_ids, with_call_ids
 from miles.session.samples import kept_leaves, samples
 from miles.session.storage import Storage
 from miles.session.turns import Counters, Node, Prompt, Recorder, Turn
 from miles.settings import SessionKeys
-from miles.types import Array, Completion, Message, Sample, Trajectory
+from miles.types import Array, Completion, Message, Sample, Span, Trajectory
 
 __all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
 _RULES = SessionKeys()
+_INT32 = np.dtype(np.int32)
 _WARNINGS = 16  # kept of a session
 
 
@@ -52,7 +52,7 @@ class Session:
     """
 
     __slots__ = (
-        "_differ", "_next", "_pending", "_storage", "_tito", "_words",
+        "_next", "_pending", "_storage", "_tito", "_words",
         "closed", "counters", "data", "failure", "id", "max_tokens", "recorder", "rules",
         "truncated", "warnings",
     )  # fmt: skip
@@ -74,7 +74,8 @@ class Session:
         self.id = id
         """Also the routing key."""
         self.rules = rules
-        self.max_tokens = min(filter(None, (max_tokens, rules.max_tokens)), default=0)
+        most = rules.max_tokens
+        self.max_tokens = min(most, max_tokens) if most and max_tokens else most or max_tokens or 0
         """Longest prompt with its completion; 0 for no limit."""
         self.data: Mapping[str, Any] = data or {}
         self.counters = Counters()
@@ -88,7 +89,6 @@ class Session:
         """A prompt left no room for a completion."""
         self.recorder: Recorder | None = None
         self._tito = tito
-        self._differ = differences(rules.compare)
         self._storage = Storage()
         self._pending: dict[int, Prompt] = {}
         self._next = 0
@@ -186,43 +186,44 @@ class Session:
         `EpisodeError` for misplaced raw text, and what the tito handler raises. The session is then
         as before.
         """
-        self._refuse_when_over()
-        raw = isinstance(messages, str)
-        place = (
-            self._append(messages, tools)
-            if append or isinstance(messages, str)
-            else self._attach(messages, tools)
-        )
-        parent = place.parent
-        tools = tools if parent is None else parent.tools  # the same, and stored once
-        self._refuse_when_full(place)
-        images = self._images(place.new)
-        if isinstance(messages, str):
-            fresh, added = True, self._tito.encode(messages)
-        elif parent is None:
-            fresh, added = True, self._tito.render(place.new, tools=tools)
+        if self.closed or self.failure is not None:
+            self._refuse()
+        place = self._place(messages, tools, append=append)
+        new, parent = place.new, place.parent
+        if len(self._storage.nodes) + len(self._pending) >= self.rules.max_turns:
+            self._refuse_when_full(place)
+        own = encoded_images(new)
+        if own and not getattr(self._tito, "multimodal", False):
+            refuse_images(own, self._tito)
+        above: tuple[bytes, ...] = ()
+        fresh = True
+        if parent is not None:
+            tools = parent.tools  # the same, and stored once
+            above = tuple(image for node in parent.token_path() for image in node.images)
+            fresh, added = self._following(parent, new, tools)
+        elif isinstance(messages, str):
+            added = self._tito.encode(messages)
         else:
-            fresh, added = self._following(parent, place, tools)
-        size = len(added) + (0 if fresh or parent is None else parent.size)
-        self._refuse_unfit(size, added, parent)
-        above = () if parent is None else self._images_of(parent)
+            added = self._tito.render(new, tools=tools)
+        before = None if fresh else parent
+        size = len(added) if before is None else len(added) + before.size
+        if not size or added.dtype != _INT32 or 0 < self.max_tokens <= size:
+            self._refuse_unfit(size, added, parent)
+        in_place = place.replaces is None
         index = self._next
-        prompt = Prompt(
+        self._pending[index] = prompt = Prompt(
             index=index,
             parent=-1 if parent is None else parent.index,
-            tokens=self._storage.offer(
-                index, None if fresh else parent, added, in_place=place.replaces is None
-            ),
+            tokens=self._storage.offer(index, before, added, in_place=in_place),
             added=added,
-            new=place.new,
+            new=new,
             tools=tools,
-            images=(*above, *images),
+            images=(*above, *own) if above else own,
             fresh=fresh,
-            raw=raw,
+            raw=isinstance(messages, str),
             replaces=-1 if place.replaces is None else place.replaces.index,
-            own_images=(*above, *images) if fresh else images,
+            own_images=(*above, *own) if above and fresh else own,
         )
-        self._pending[index] = prompt
         self._next = index + 1
         return prompt
 
@@ -262,11 +263,12 @@ class Session:
                 raise
         if completion.finish == "abort":
             raise GenerationAborted(f"session {self.id}: turn {prompt.index} was aborted")
-        floor = -1 if offered.fresh or parent is None else parent.version
-        check_completion(completion, f"session {self.id}: turn {prompt.index}", floor)
-        message = with_call_ids(
-            self._tito.parse(completion.tokens, tools=offered.tools), prompt.index
-        )
+        oldest = -1 if offered.fresh or parent is None else parent.version
+        if wrong := faults_of(completion, oldest):
+            raise EngineError(f"session {self.id}: turn {prompt.index}: the engine gave {wrong}")
+        message = self._tito.parse(completion.tokens, tools=offered.tools)
+        if message.get("tool_calls"):
+            message = with_call_ids(message, prompt.index)
         if self.recorder is not None:
             self.recorder.turn(self, offered, completion, message)
         self.store(offered, completion, message)
@@ -280,7 +282,7 @@ class Session:
             tokens=len(completion.tokens),
             prompt_tokens=len(offered.tokens),
             cached_tokens=completion.cached_tokens,
-            versions=tuple(dict.fromkeys(s.version for s in completion.spans)),
+            versions=_versions(completion.spans),
             ids=completion.tokens,
             logprobs=completion.logprobs,
         )
@@ -289,7 +291,8 @@ class Session:
         """Store a turn that was checked, or that a journal brings back."""
         storage, counters = self._storage, self.counters
         self._pending.pop(prompt.index, None)
-        self._next = max(self._next, prompt.index + 1)
+        if self._next <= prompt.index:
+            self._next = prompt.index + 1
         node = storage.add(prompt, completion, message)
         counters.turns += 1
         counters.prompt_tokens += node.size - len(completion.tokens)
@@ -320,35 +323,26 @@ class Session:
 
     # ---- where a request goes
 
-    def _append(self, messages: str | Sequence[Message], tools: Sequence[Tool]) -> Place:
-        tip = self._storage.tip
-        if self._pending:
-            self._conflict("another request is being answered; wait for it")
-        if tip is None:
-            return Place(None, () if isinstance(messages, str) else tuple(messages))
-        if isinstance(messages, str):
-            raise EpisodeError(
-                f"session {self.id}: raw text can only be the first turn; give messages"
-            )
-        if tools and not attach.same_tools(tip.tools, tools):
-            raise HistoryMismatch(f"session {self.id}: {attach.tools_differ(tip.tools, tools)}")
-        return Place(tip, tuple(messages))
-
-    def _attach(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Place:
-        given = tuple(messages)
-        if self.rules.extension == "branching":
-            place = attach.branching(self._storage.roots, given, tools, self._differ)
-        else:
-            if self._pending:
-                self._conflict("another request is being answered; wait for it, or branch")
-            place = attach.linear(self._storage.tip, given, tools, self._differ)
-        if self.rules.compare == "role_text" and place.parent is not None:
+    def _place(
+        self, messages: str | Sequence[Message], tools: Sequence[Tool], *, append: bool
+    ) -> Place:
+        tip, rules = self._storage.tip, self.rules
+        try:
+            if self._pending and (append or rules.extension == "linear"):
+                raise SessionConflict("another request is being answered; wait for it, or branch")
+            if append or isinstance(messages, str):
+                return attach.append(tip, messages, tools)
+            given, differ = tuple(messages), differences(rules.compare)
+            if rules.extension == "linear":
+                place = attach.linear(tip, given, tools, differ)
+            else:
+                place = attach.branching(self._storage.roots, given, tools, differ)
+        except SessionConflict:
+            self.counters.conflicts += 1
+            raise
+        if rules.compare == "role_text" and place.parent is not None:
             self._report_ids(unmatched_tool_ids(messages_of(place.parent), given))
         return place
-
-    def _conflict(self, what: str) -> NoReturn:
-        self.counters.conflicts += 1
-        raise SessionConflict(f"session {self.id}: {what}")
 
     def _report_ids(self, wrong: Sequence[str]) -> None:
         if not wrong:
@@ -363,24 +357,14 @@ class Session:
         _log.warning("session %s: %s", self.id, what)
         self.warnings = [*self.warnings[1 - _WARNINGS :], what]
 
-    def _refuse_when_over(self) -> None:
+    def _refuse(self) -> NoReturn:
         if self.closed:
             raise SessionClosed(f"session {self.id}: {self.closed}")
-        if self.failure is not None:
-            raise type(self.failure)(str(self.failure))
+        kind = SessionClosed if isinstance(self.failure, SessionClosed) else TokenMismatch
+        raise kind(str(self.failure))
 
     def _refuse_when_full(self, place: Place) -> None:
-        parent, limit = place.parent, self.rules.max_turns
-        if parent is not None and parent.raw:
-            raise EpisodeError(
-                f"session {self.id}: it began as raw text, so no messages can follow; begin with "
-                "messages"
-            )
-        if self.rules.extension == "branching" and parent is not None and parent.finish == "length":
-            self._conflict(
-                f"turn {parent.index} was cut by the length limit and cannot be extended; branch "
-                "off before it"
-            )
+        limit = self.rules.max_turns
         if self.turns + len(self._pending) - (place.replaces is not None) >= limit:
             raise SessionFull(
                 f"session {self.id}: it holds {self.turns} turns; session.max_turns is {limit}"
@@ -388,11 +372,13 @@ class Session:
 
     # ---- what the next prompt is
 
-    def _following(self, parent: Node, place: Place, tools: Sequence[Tool]) -> tuple[bool, Array]:
+    def _following(
+        self, parent: Node, new: tuple[Message, ...], tools: Sequence[Tool]
+    ) -> tuple[bool, Array]:
         stored, history = self._storage.tokens_of(parent), messages_of(parent)
         rebase = self.rules.history == "rebase"
         try:
-            found = follow(self._tito, stored, history, place.new, tools, rebase=rebase)
+            found = follow(self._tito, stored, history, new, tools, rebase=rebase)
         except TokenMismatch as error:
             self._mismatched(error)
             raise
@@ -402,10 +388,8 @@ class Session:
     def _refuse_unfit(self, size: int, added: Array, parent: Node | None) -> None:
         if not size:
             raise EpisodeError(f"session {self.id}: the prompt is empty")
-        if added.dtype != np.int32:
+        if added.dtype != _INT32:
             raise EpisodeError(f"session {self.id}: tito gave {added.dtype} tokens, not int32")
-        if not self.max_tokens or size < self.max_tokens:
-            return
         self.counters.truncated += 1
         index = -1 if parent is None else parent.index
         if self.recorder is not None:
@@ -426,14 +410,8 @@ class Session:
                 self.recorder.mark(self, "failed", str(error))
             self.mark("failed", str(error))
 
-    def _images(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
-        found = encoded_images(messages)
-        if found and not getattr(self._tito, "multimodal", False):
-            raise UnsupportedRequest(
-                f"messages: {len(found)} images, but the tito handler "
-                f"{type(self._tito).__name__} is for text alone"
-            )
-        return found
 
-    def _images_of(self, node: Node) -> tuple[bytes, ...]:
-        return tuple(image for one in node.token_path() for image in one.images)
+def _versions(spans: Sequence[Span]) -> tuple[int, ...]:
+    if len(spans) == 1:
+        return (spans[0].version,)
+    return tuple(dict.fromkeys(span.version for span in spans))

@@ -295,7 +295,7 @@ def test_values_of_another_length_than_the_tokens_are_the_engines_fault():
         tokens=said.tokens, logprobs=said.logprobs[:2], spans=said.spans, finish="stop"
     )
     talk = conversation(Scripted([broken]))
-    with pytest.raises(EngineError, match="turn 0: 2 per-token values for 3 sampled tokens"):
+    with pytest.raises(EngineError, match="turn 0: the engine gave 2 per-token values for 3 sampled tokens"):
         asyncio.run(talk.turn("x"))
 
 
