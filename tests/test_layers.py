@@ -54,7 +54,7 @@ TABLE = {
     "testing": Row(
         "testing",
         "data contract wire plugins loop session torch testing",
-        "numpy torch transformers pytest aiohttp",
+        "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
         "stage pool rollouts assemble run simulate serve evaluate convert worker cli __main__",
@@ -245,8 +245,9 @@ def test_core_names_no_built_in() -> None:
     assert not found, "\n".join(found)
 
 
-WORDS = {"local", "torch", "none", "process"}
-"""Built-in names that are also plain words of the core: a local plugin file, the package torch."""
+WORDS = {"local", "torch", "none", "process", "tools", "bytes", "terminal"}
+"""Built-in names that are also plain words of the core: a local plugin file, the package torch,
+the tools of a request."""
 
 
 # ---------------------------------------------------------------- the checks can fail

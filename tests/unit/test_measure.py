@@ -72,7 +72,6 @@ def test_measure_counts_what_was_there() -> None:
     assert 0.02 <= got["time/wait_s"] <= got["time/step_s"]
     parts = sum(got[f"time/{k}_s"] for k in ("wait", "train", "publish", "eval_wait", "overhead"))
     assert parts == pytest.approx(got["time/step_s"])
-    assert got["router/prefix_hit_rate"] == 0.25
     assert got["engine/tokens_per_s"] == pytest.approx(40.0 / got["time/step_s"])
 
 
