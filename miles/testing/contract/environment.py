@@ -90,9 +90,9 @@ async def check_episode_repeats(case: Case) -> None:
     """The same task, seed and replies give the same prompt and the same reward."""
     environment, other = _with_episodes(case), case.build()
     for _, _, task in _some(environment, 4):
-        prompt = await environment.episode(task, 7).reset()
+        prompt = await _prompt(environment, task, seed=7)
         _expect_prompt(prompt, f"reset() of task {task.id!r}")
-        expect(await other.episode(task, 7).reset() == prompt, f"task {task.id!r}: prompts differ")
+        expect(await _prompt(other, task, seed=7) == prompt, f"task {task.id!r}: prompts differ")
         first = await _outcome(environment, task, ["7"] * 16, seed=7)
         second = await _outcome(other, task, ["7"] * 16, seed=7)
         expect(
@@ -232,6 +232,19 @@ async def _outcome(
     return (await _weave([_drive(environment.episode(task, seed), replies)]))[0]
 
 
+async def _prompt(environment: Any, task: Task, *, seed: int) -> Any:
+    episode = environment.episode(task, seed)
+    try:
+        return await episode.reset()
+    finally:
+        await _close(episode)
+
+
+async def _close(episode: Any) -> None:
+    if (close := getattr(episode, "close", None)) is not None:
+        await close()
+
+
 async def _drive(episode: Any, replies: Sequence[str | Message]) -> Any:
     """Play an episode with given replies, a yield after every call; the reward, or the error's
     reason, is last."""
@@ -255,8 +268,7 @@ async def _drive(episode: Any, replies: Sequence[str | Message]) -> Any:
         yield error.reason
         return
     finally:
-        if (close := getattr(episode, "close", None)) is not None:
-            await close()
+        await _close(episode)
     reward, metrics = worth if isinstance(worth, tuple) else (worth, {})
     for key, value in (metrics or {}).items():
         expect(isinstance(value, int | float), f"metric {key!r} is {value!r}, not a number")
