@@ -156,13 +156,13 @@ class ExecResult:
     """What a command in a sandbox did."""
 
     stdout: str
-    """Captured, capped."""
+    """Captured, capped; where something was left out, a line begins with `[output cut`."""
     stderr: str
-    """Captured, capped."""
+    """As stdout."""
     exit_code: int
-    """Non-zero is a result, not an error."""
+    """Non-zero is a result, not an error; 128 + N for a command that signal N ended."""
     timed_out: bool = False
-    """The whole process tree was killed."""
+    """The whole process tree was killed for its time."""
 
 
 class Box(Protocol):
@@ -177,13 +177,19 @@ class Box(Protocol):
         timeout: float | None = None,
         stdin: str | None = None,
     ) -> ExecResult:
-        """Run argv, or a shell line. Raises `SandboxError` when the box itself fails."""
+        """Run argv, or a line in `sh`; commands may run side by side.
+
+        `cwd` starts at the box's working directory, `env` adds to its environment, which has
+        nothing of this process's. A timeout, and cancelling, kill the command with everything it
+        started; the box lives on. Raises `SandboxError` when the box itself fails.
+        """
 
     async def read(self, path: str) -> bytes:
-        """A file's content."""
+        """A file's content; relative paths start at the working directory. Raises `SandboxError`,
+        also when there is no such file."""
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file."""
+        """Create or replace a file, and make the folders above it. Raises `SandboxError`."""
 
     async def close(self) -> None:
         """Stop everything inside and leave nothing behind; safe to call twice."""

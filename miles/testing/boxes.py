@@ -31,9 +31,13 @@ class FakeBox:
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="miles-box-"))
         self.closed = False
+        self.running: set[int] = set()
 
     def kill(self, pid: int) -> None:
         """End a command with what it started."""
+        for each in _descendants(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -47,8 +51,7 @@ class FakeBox:
         stdin: str | None = None,
     ) -> ExecResult:
         """As `Box.exec`; paths are below the folder."""
-        if self.closed:
-            raise SandboxError("the box is closed")
+        self._must_be_open()
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             try:
@@ -63,6 +66,7 @@ class FakeBox:
                 )
             except FileNotFoundError as error:
                 return ExecResult(stdout="", stderr=str(error), exit_code=127)
+            self.running.add(process.pid)
             timed_out = False
             try:
                 async with asyncio.timeout(timeout):
@@ -71,17 +75,22 @@ class FakeBox:
                 timed_out = True
             finally:
                 self.kill(process.pid)
+                self.running.discard(process.pid)
             await process.wait()
             said = []
             for file in (out, err):
+                size = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 said.append(file.read(CAP).decode(errors="replace"))
-        return ExecResult(
-            stdout=said[0], stderr=said[1], exit_code=process.returncode or 0, timed_out=timed_out
-        )
+                if size > CAP:
+                    said[-1] += f"\n[output cut: {size - CAP} bytes left out]\n"
+        code = process.returncode or 0
+        code = 128 - code if code < 0 else code
+        return ExecResult(stdout=said[0], stderr=said[1], exit_code=code, timed_out=timed_out)
 
     async def read(self, path: str) -> bytes:
         """As `Box.read`."""
+        self._must_be_open()
         try:
             return (self.root / path).read_bytes()
         except OSError as error:
@@ -89,14 +98,36 @@ class FakeBox:
 
     async def write(self, path: str, data: bytes) -> None:
         """As `Box.write`."""
+        self._must_be_open()
         file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        except OSError as error:
+            raise SandboxError(f"cannot write {path}: {error.strerror}") from error
 
     async def close(self) -> None:
         """As `Box.close`."""
         self.closed = True
+        for pid in self.running:
+            self.kill(pid)
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _must_be_open(self) -> None:
+        if self.closed:
+            raise SandboxError("the box is closed")
+
+
+def _descendants(root: int) -> set[int]:
+    """Children of a process, theirs, and so on, where /proc shows them."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    while more := {p for p, parent in parents.items() if parent in {root, *found}} - found:
+        found |= more
+    return found
 
 
 class FakeSandbox:

@@ -5,12 +5,16 @@ A local plugin file. Folders isolate nothing from a command that means harm; thi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from miles import BoxInfo, process_identity
 from miles.testing import FakeBox, FakeSandbox
 
 
@@ -77,6 +81,80 @@ class OneStream(FakeSandbox):
     box = Merged
 
 
+class Open(FakeBox):
+    async def exec(self, command, *, env=None, **how):
+        return await super().exec(command, env={**os.environ, **(env or {})}, **how)
+
+
+class Leaking(FakeSandbox):
+    """Hands on the whole environment."""
+
+    box = Open
+
+
+class Quiet(FakeBox):
+    async def exec(self, command, **how):
+        result = await super().exec(command, **how)
+        return replace(result, stdout=re.sub(r"(?m)^\[output cut.*", "", result.stdout))
+
+
+class Silent(FakeSandbox):
+    """Caps output without a word."""
+
+    box = Quiet
+
+
+class OneByOne(FakeBox):
+    def __init__(self):
+        super().__init__()
+        self.turn = asyncio.Lock()
+
+    async def exec(self, command, **how):
+        async with self.turn:
+            return await super().exec(command, **how)
+
+
+class Queueing(FakeSandbox):
+    """Runs one command at a time."""
+
+    box = OneByOne
+
+
+class Reopening(FakeBox):
+    async def exec(self, command, **how):
+        self.closed = False
+        return await super().exec(command, **how)
+
+
+class Revived(FakeSandbox):
+    """Does not mind that a box is closed."""
+
+    box = Reopening
+
+
+class Stubborn(FakeBox):
+    async def exec(self, command, **how):
+        return await asyncio.shield(super().exec(command, **how))
+
+
+class Lingering(FakeSandbox):
+    """Lets a cancelled command run."""
+
+    box = Stubborn
+
+
+class Forgetful(FakeSandbox):
+    """Lists boxes that are closed."""
+
+    async def list(self):
+        return [BoxInfo(id=box.root.name, owner=process_identity()) for box in self.opened]
+
+    async def remove(self, id):
+        for box in self.opened:
+            if box.root.name == id:
+                await box.close()
+
+
 miles_components = {
     "sandbox": {
         "good": FakeSandbox,
@@ -85,5 +163,11 @@ miles_components = {
         "read_write": Textual,
         "exec_around": Numb,
         "exec": OneStream,
+        "own_environment": Leaking,
+        "much_output": Silent,
+        "side_by_side": Queueing,
+        "close": Revived,
+        "cancelled": Lingering,
+        "inventory": Forgetful,
     }
 }
