@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any
 
 from miles import loop
 from miles.buffer import Lease
 from miles.calls import Peer
-from miles.protocols import Context, Tools
+from miles.protocols import Context, ServedSession, Tools
 from miles.remote import RemoteEngine
 from miles.router import Router
 from miles.seeds import derive_seed
+from miles.served import SessionServer
 from miles.session import Counters, Session, SessionConversation
 from miles.types import Group, Sampling, Task
 
@@ -58,6 +59,7 @@ class Rollouts:
         )
         self._replays = self.engine is not None
         self._peers: list[Peer] = []
+        self._servers: dict[Sampling, SessionServer] = {}  # those that were asked for
         self._sessions: dict[int, list[Session]] = defaultdict(list)  # by group being played
         self._counters = Counters()  # of sessions that have ended
         self._returned: dict[int, Callable[[], None]] = {}
@@ -135,8 +137,17 @@ class Rollouts:
         router = {} if self.sampler is None else self.sampler.counts()
         return {"session": self._counters.plain(), "router": router}
 
+    async def end(self) -> None:
+        """Close everything, the sandbox's prepared boxes included."""
+        await self.close()
+        if (close := getattr(self.sandbox, "close", None)) is not None:
+            await close()
+
     async def close(self) -> None:
-        """Hang up on engines."""
+        """Stop serving sessions and hang up on engines."""
+        for server in self._servers.values():
+            await server.close()
+        self._servers.clear()
         if self.sampler is not None:
             await self.sampler.__aexit__()
         for peer in self._peers:
@@ -176,6 +187,13 @@ class Rollouts:
             self._sessions[lease.id].append(made.session)
             return made
 
+        @asynccontextmanager
+        async def serve(key: str) -> AsyncIterator[ServedSession]:
+            server = self._server(engine, how, max_len)
+            async with server.open(key, seed if key == name else derive_seed(seed, key)) as served:
+                self._sessions[lease.id].append(served.session)
+                yield served
+
         more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
         return Tools(
             id=name,
@@ -187,5 +205,20 @@ class Rollouts:
             tito=self.tito,
             sandbox=self.sandbox,
             conversation=conversation,
+            serve=serve,
             play=None if index is not None else partial(loop.play, self, lease, **more),
         )
+
+    def _server(self, engine: Any, sampling: Sampling, max_len: int | None) -> SessionServer:
+        """The one for this way of sampling; training's has the port that was asked for."""
+        if sampling not in self._servers:
+            rules = self.settings.session
+            self._servers[sampling] = SessionServer(
+                tito=self.tito,
+                engine=engine,
+                sampling=sampling,
+                rules=rules,
+                max_len=max_len,
+                port=rules.port if sampling == self.sampling else 0,
+            )
+        return self._servers[sampling]

@@ -39,6 +39,9 @@ class SessionKeys:
     would now write."""
     keep: Literal["all", "drop_retries", "longest"] = "all"
     """Which leaves of a branched session become samples."""
+    client_sampling: Literal["refuse", "ignore", "honour"] = "refuse"
+    """What becomes of an agent's own temperature, top_p or top_k where it is not the run's: a 400
+    that says so, nothing, or it is sampled by (which training then has to correct for)."""
     idle_s: float = 3600.0
     """Seconds without a request after which a session expires."""
     max_sessions: int = 4096

@@ -32,6 +32,7 @@ from miles.wire import Connection
 __all__ = ["main"]
 
 HEARTBEAT_S = 1.0
+END_S = 3.0  # for what episodes left open
 FOR_OTHERS = ("model", "precision", "tito", "sandbox", "environment")  # fields of a `Context`
 
 
@@ -58,6 +59,12 @@ class Worker:
         beat = loop.create_task(self._heartbeat())
         await self._lost.wait()
         beat.cancel()
+        await self._end_rollouts()
+
+    async def _end_rollouts(self) -> None:
+        """Close what episodes left open (boxes, servers), in the time there is."""
+        if (rollouts := self.parts.pop("rollouts", None)) is not None:
+            await asyncio.wait({asyncio.create_task(rollouts.end())}, timeout=END_S)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -91,7 +98,7 @@ class Worker:
             raise WorkerError(f"{self.name}: no part {part!r} (has: {', '.join(self.parts)})")
         return getattr(self.parts[part], name)
 
-    def build(
+    async def build(
         self,
         parts: list[Spec],
         plugins: Mapping[str, Any],
@@ -99,6 +106,13 @@ class Worker:
     ) -> list[str]:
         """Build `parts` in order, replacing what was built before; the names of what there is
         now."""
+        await self._end_rollouts()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._build, parts, plugins, context)
+
+    def _build(
+        self, parts: list[Spec], plugins: Mapping[str, Any], context: Mapping[str, Any]
+    ) -> list[str]:
         if self._registry is None:
             self._registry = Registry.load(**plugins.get("selection", {}))
             theirs = plugins.get("provenance", {})

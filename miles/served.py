@@ -1,0 +1,119 @@
+"""Sessions that agents outside the loop reach over HTTP, in a rollout worker.
+
+Starts the session server when the first one is asked for. What the server does is
+`miles.session.server`; what a session records is `miles.session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from miles.errors import EpisodeError, RolloutError, WorkerError
+from miles.protocols import Tito
+from miles.session import Session
+from miles.settings import SessionKeys
+from miles.types import Sampling, Trajectory
+
+__all__ = ["Served", "SessionServer"]
+
+_ABORT_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """Implements `miles.ServedSession`."""
+
+    base_url: str
+    api_key: str
+    model: str
+    session: Session
+
+    def trajectory(
+        self, *, reward: float, metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """See `miles.ServedSession`."""
+        return self.session.trajectory(reward=reward, metrics=metrics)
+
+
+class SessionServer:
+    """One way of sampling, served: an engine, a sampling, and the sessions that use them."""
+
+    def __init__(
+        self,
+        *,
+        tito: Tito,
+        engine: Any,
+        sampling: Sampling,
+        rules: SessionKeys,
+        max_len: int | None,
+        port: int,
+    ) -> None:
+        """`port` 0 takes a free one. Raises `EpisodeError` when the engine replays demonstrations,
+        which no agent can ask for."""
+        if not engine.samples:
+            raise EpisodeError("sessions are served by engines that sample; this one replays")
+        self._tito = tito
+        self._engine = engine
+        self._sampling = sampling
+        self._rules = rules
+        self._max_len = max_len
+        self._port = port
+        self._seeds: dict[str, int] = {}
+        self._running = AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._sessions: Any = None
+        self._address = ""
+
+    @asynccontextmanager
+    async def open(self, key: str, seed: int) -> AsyncIterator[Served]:
+        """A session under this routing key inside the block; whatever is being generated for it is
+        aborted at the end."""
+        from miles.session.server import open_session
+
+        await self._start()
+        session, token = open_session(self._sessions, id=key)
+        self._seeds[key] = seed
+        try:
+            yield Served(
+                base_url=f"{self._address}/sessions/{key}",
+                api_key=token,
+                model="policy",
+                session=session,
+            )
+        finally:
+            del self._seeds[key]
+            if key in self._sessions:
+                self._sessions.close(key)
+            with suppress(RolloutError, WorkerError, TimeoutError):  # it may be gone itself
+                async with asyncio.timeout(_ABORT_S):
+                    await self._engine.abort([key])
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._address:
+                return
+            from miles.session.server import make_app, serve
+            from miles.session.store import Sessions
+
+            self._sessions = Sessions(self._tito, rules=self._rules, max_tokens=self._max_len)
+            app = make_app(
+                self._sessions,
+                engine=self._engine,
+                tito=self._tito,
+                sampling=self._sampling,
+                seed_of=self._seeds.__getitem__,
+                model="policy",
+                admin_token=secrets.token_urlsafe(32),
+                client_sampling=self._rules.client_sampling,
+            )
+            served = serve(app, self._rules.host, self._port)
+            self._address = await self._running.enter_async_context(served)
+
+    async def close(self) -> None:
+        """Stop serving."""
+        await self._running.aclose()
