@@ -2,7 +2,8 @@
 half-load weights.
 
 An engine that replays demonstrations (`samples` is False) is held to the few promises that it
-makes.
+makes; one that is a client of somebody else's server (`attached` is True) is tested against a
+server, beside its own code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOGETHER = 24
 async def check_versions(case: Case) -> None:
     """It serves version -1 before the first load, then what was loaded, and every sampled token
     says so."""
-    engine = case.build()
+    engine = _built(case)
     before = await engine.version()
     expect(before == -1 or not case.component.samples, f"a new engine serves {before}, not -1")  # type: ignore[attr-defined]
     for version in (0, 1, 7):
@@ -250,7 +251,7 @@ async def check_load_changes_the_policy(case: Case) -> None:
     await _load(case, engine, 1)
     after = await engine.generate(_request(0, size=16))
     expect(not np.array_equal(before.logprobs, after.logprobs), "new weights sample as the old did")
-    fresh = case.build()
+    fresh = _built(case)
     await _load(case, fresh, 1)
     expect_equal(after, await fresh.generate(_request(0, size=16)), "reloaded and fresh engine")
     await engine.load(2, _weights(case, 0).items())
@@ -297,7 +298,7 @@ async def check_sleep_wake(case: Case) -> None:
 async def check_demonstration(case: Case) -> None:
     """An engine that replays gives the demonstration's tokens, cut at the limit, without log-probs;
     or an error."""
-    engine = case.build()
+    engine = _built(case)
     if engine.samples:
         inapplicable("it samples")
     await engine.load(3, ())
@@ -329,8 +330,14 @@ def _request(index: int, *, size: int = 8, demonstrate: bool = False) -> Request
     )
 
 
+def _built(case: Case) -> Any:
+    if getattr(case.component, "attached", False):
+        inapplicable("it is a client of a server, which is not here")
+    return case.build()
+
+
 async def _ready(case: Case) -> Any:
-    engine = case.build()
+    engine = _built(case)
     await _load(case, engine, 0)
     return engine
 
