@@ -120,6 +120,9 @@ class Completion:
     """
 
 
+_INT32, _BOOL, _FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
+
+
 def _fail(what: str) -> None:
     raise SampleError(f"sample: {what}")
 
@@ -155,12 +158,12 @@ class Sample:
 
     def __post_init__(self) -> None:
         size = len(self.tokens)
-        if self.tokens.dtype != np.int32:
+        if self.tokens.dtype != _INT32:
             _fail(f"tokens are {self.tokens.dtype}, not int32")
         if len(self.sampled) != size or len(self.trainable) != size:
             found = f"{len(self.sampled)} sampled and {len(self.trainable)} trainable bits"
             _fail(f"{size} tokens, {found}")
-        if self.sampled.dtype != np.bool_ or self.trainable.dtype != np.bool_:
+        if self.sampled.dtype != _BOOL or self.trainable.dtype != _BOOL:
             _fail(f"sampled is {self.sampled.dtype} and trainable {self.trainable.dtype}, not bool")
         if self.trainable is not self.sampled and (wrong := self.trainable > self.sampled).any():
             _fail(f"token {int(np.argmax(wrong))} is trainable but was not sampled")
@@ -168,7 +171,7 @@ class Sample:
             values = getattr(self, name)
             if values is None:
                 continue
-            if len(values) != size or values.dtype != np.float32:
+            if len(values) != size or values.dtype != _FLOAT32:
                 _fail(f"{name} has {len(values)} {values.dtype} values for {size} tokens")
             if np.count_nonzero(finite := np.isfinite(values)) != size:
                 _fail(f"{name} is not finite at token {int(np.argmin(finite))}")
