@@ -45,8 +45,9 @@ async def turn(
     it to the deadline of whoever waits.
 
     Raises what `Session.prompt` and `Session.commit` raise, and `EngineError` also when the engine
-    takes too long. Whatever is raised, cancellation included, the session is as it
-    was before, and the engine is told to stop.
+    takes too long. Whatever is raised, cancellation included, the session is as it was before. When
+    nobody waits any more, the engine is told to stop, unless it answers another request of the
+    session under the same key.
     """
     prompt = session.prompt(messages, tools=tools, append=append)
     try:
@@ -60,10 +61,18 @@ async def turn(
             images=prompt.images,
         )
         limit = session.rules.upstream_timeout_s if timeout_s is None else timeout_s
-        completion = await _ask(session, engine, request, on_tokens, limit)
+        if limit or on_tokens is not None:
+            completion = await _ask(session, engine, request, on_tokens, limit)
+        else:
+            completion = await engine.generate(request)
         return session.commit(prompt, completion, stop_ids=sampling.stop_ids)
-    except BaseException:  # cancellation too: a prompt is committed or abandoned
-        session.abandon(prompt)
+    except BaseException as error:  # cancellation too: a prompt is committed or abandoned
+        try:
+            late = isinstance(error.__cause__, TimeoutError)
+            if (late or isinstance(error, asyncio.CancelledError)) and session.pending == 1:
+                await _stop(session, engine)
+        finally:  # not before: who asks again would be stopped as well
+            session.abandon(prompt)
         raise
 
 
@@ -74,21 +83,16 @@ async def _ask(
     on_tokens: Callable[[Array], None] | None,
     limit: float,
 ) -> Completion:
-    answer = engine.generate(request) if on_tokens is None else _stream(engine, request, on_tokens)
     try:
-        if not limit:
-            return await answer
-        async with asyncio.timeout(limit):
-            return await answer
+        async with asyncio.timeout(limit or None):
+            if on_tokens is None:
+                return await engine.generate(request)
+            return await _stream(engine, request, on_tokens)
     except TimeoutError as error:
-        await _stop(session, engine)
         raise EngineError(
             f"session {session.id}: request {request.id} had no answer in {limit:g} s "
             "(session.upstream_timeout_s)"
         ) from error
-    except asyncio.CancelledError:
-        await _stop(session, engine)
-        raise
 
 
 async def _stream(engine: Any, request: Request, on_tokens: Callable[[Array], None]) -> Completion:
@@ -105,9 +109,7 @@ async def _stream(engine: Any, request: Request, on_tokens: Callable[[Array], No
 
 
 async def _stop(session: Session, engine: Engine) -> None:
-    """Tell the engine, unless another request of the session is being answered under its key."""
-    if session.pending > 1:
-        return
+    """Nobody waits any more: end what is being sampled under the session's key."""
     try:
         async with asyncio.timeout(_ABORT_S):
             await engine.abort([session.id])

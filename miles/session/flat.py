@@ -64,7 +64,7 @@ class Column:
         """(stop - start, ...) read-only, without copying what was read before; it stays as it is
         whatever happens to the column."""
         data = self._read(stop)[start:stop]
-        data.flags.writeable = False
+        data.setflags(write=False)
         if self._data is not None and stop > self._seen:
             self._seen = stop
         return data
@@ -80,6 +80,8 @@ class Column:
 
     def rows(self, start: int, stop: int) -> Array:
         """(stop - start, ...) to read at once and forget: no promise like that of `view`."""
+        if len(self._parts) == 1 and stop - start == self._size:
+            return self._parts[0]
         return self._read(stop)[start:stop]
 
     def _read(self, stop: int) -> Array:

@@ -72,6 +72,8 @@ def _sample(path: Sequence[Node], columns: Mapping[str, Column], owned: set[int]
     sampled = np.zeros(leaf.size, np.bool_)  # (tokens,) bool
     trainable = np.zeros(leaf.size, np.bool_) if owned else sampled  # (tokens,) bool
     spans: list[Span] = []
+    images: tuple[bytes, ...] = ()
+    cut = False
     for node in path:
         stop = node.size
         start = stop - (node.stop - node.split)
@@ -80,6 +82,8 @@ def _sample(path: Sequence[Node], columns: Mapping[str, Column], owned: set[int]
             trainable[start:stop] = True
         for s in node.spans:
             spans.append(Span(start=start + s.start, stop=start + s.stop, version=s.version))
+        images += node.images
+        cut = cut or node.truncated_logprobs >= 0
     finish: Finish = "length" if leaf.truncated else leaf.finish
     return Sample(
         tokens=columns["tokens"].copy(pieces(path)),  # (tokens,) int32
@@ -88,14 +92,9 @@ def _sample(path: Sequence[Node], columns: Mapping[str, Column], owned: set[int]
         logprobs=_scatter(path, columns, "logprobs"),
         spans=tuple(spans),
         finish=finish,
-        truncated_logprobs=(
-            _scatter(path, columns, "truncated_logprobs")
-            if "truncated_logprobs" in columns
-            and any(node.truncated_logprobs >= 0 for node in path)
-            else None
-        ),
-        experts=_scatter(path, columns, "experts"),
-        images=tuple(image for node in path for image in node.images),
+        truncated_logprobs=_scatter(path, columns, "truncated_logprobs") if cut else None,
+        experts=_scatter(path, columns, "experts") if leaf.experts >= 0 else None,
+        images=images,
     )
 
 

@@ -45,7 +45,7 @@ class Storage:
         if node.origin >= 0:
             return self.tokens.view(node.origin, node.stop)
         gathered = self.tokens.copy(pieces(node.token_path()))
-        gathered.flags.writeable = False
+        gathered.setflags(write=False)
         return gathered
 
     def offer(self, index: int, parent: Node | None, added: Array, *, in_place: bool) -> Array:
@@ -60,7 +60,7 @@ class Storage:
                 return self.tokens.view(parent.origin, end + len(added))
         if parent is not None:
             added = np.concatenate([self.tokens_of(parent), added])
-        added.flags.writeable = False
+        added.setflags(write=False)
         return added
 
     def release(self, index: int) -> None:

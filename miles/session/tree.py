@@ -33,7 +33,7 @@ from miles.session.samples import kept_leaves, samples
 from miles.session.storage import Storage
 from miles.session.turns import Counters, Node, Prompt, Recorder, Turn
 from miles.settings import SessionKeys
-from miles.types import Array, Completion, Message, Sample, Span, Trajectory
+from miles.types import Array, Completion, Message, Sample, Trajectory
 
 __all__ = ["Session"]
 
@@ -273,19 +273,8 @@ class Session:
             self.recorder.turn(self, offered, completion, message)
         self.store(offered, completion, message)
         stops = self._tito.stop_ids if stop_ids is None else stop_ids
-        self._words = self._spoken(completion.tokens, stops)
-        return Turn(
-            index=prompt.index,
-            message=message,
-            text=self._words,
-            finish=completion.finish,
-            tokens=len(completion.tokens),
-            prompt_tokens=len(offered.tokens),
-            cached_tokens=completion.cached_tokens,
-            versions=_versions(completion.spans),
-            ids=completion.tokens,
-            logprobs=completion.logprobs,
-        )
+        self._words = text = self._spoken(completion.tokens, stops)
+        return Turn(offered.index, message, text, len(offered.tokens), completion)
 
     def store(self, prompt: Prompt, completion: Completion, message: Message) -> None:
         """Store a turn that was checked, or that a journal brings back."""
@@ -409,9 +398,3 @@ class Session:
             if self.recorder is not None:
                 self.recorder.mark(self, "failed", str(error))
             self.mark("failed", str(error))
-
-
-def _versions(spans: Sequence[Span]) -> tuple[int, ...]:
-    if len(spans) == 1:
-        return (spans[0].version,)
-    return tuple(dict.fromkeys(span.version for span in spans))

@@ -163,7 +163,7 @@ class Prompt:
     """Images of the appended messages alone."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Turn:
     """One stored assistant turn."""
 
@@ -173,20 +173,30 @@ class Turn:
     """As the tito handler parsed it; tool calls have ids."""
     text: str
     """Decoded, without the stop token."""
-    finish: Finish
-    """stop or length."""
-    tokens: int
-    """How many were sampled."""
     prompt_tokens: int
-    """How many came before."""
-    cached_tokens: int
-    """Of those, how many an engine had cached."""
-    versions: tuple[int, ...]
-    """Weight versions that sampled it, in order."""
-    ids: Array
-    """(tokens,) int32 as sampled."""
-    logprobs: Array | None
-    """(tokens,) float32; None for a demonstration."""
+    """How many tokens came before."""
+    completion: Completion
+    """As the engine gave it."""
+
+    @property
+    def finish(self) -> Finish:
+        """stop or length."""
+        return self.completion.finish
+
+    @property
+    def tokens(self) -> int:
+        """How many were sampled."""
+        return len(self.completion.tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt's, how many an engine had cached."""
+        return self.completion.cached_tokens
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight versions that sampled it, in order."""
+        return tuple(dict.fromkeys(span.version for span in self.completion.spans))
 
 
 class Recorder(Protocol):
