@@ -40,7 +40,8 @@ class Context:
     world: int = 1
     """Workers of its kind."""
     master: str = ""
-    """`host:port` of rank 0's rendezvous when world > 1."""
+    """Where ranks meet when world > 1: `host:port` at which rank 0 listens, or `file://PATH` of a
+    file that they share and that is not there yet."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
     """How another process loads the same plugins (`selection`), and their `provenance`."""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

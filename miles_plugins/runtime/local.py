@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ class Local:
         self.config = config
         self._context = context
         self._processes: list[_Process] = []
+        self._meetings: tempfile.TemporaryDirectory[str] | None = None
+        self._met = 0
 
     async def start(
         self, name: str, parts: Sequence[Spec], context: Context, *, world: int = 1
@@ -59,7 +62,7 @@ class Local:
     async def rebuild(self, handle: Handle, parts: Sequence[Spec], context: Context) -> None:
         if not isinstance(handle, _LocalHandle):
             raise TypeError(f"{handle.name} was not started by this runtime")
-        master = f"127.0.0.1:{_free_port()}" if handle.world > 1 else ""
+        master = self._meeting_place() if handle.world > 1 else ""
         around = replace(context, world=handle.world, master=master)
         await asyncio.gather(
             *(
@@ -90,12 +93,19 @@ class Local:
     async def stop(self) -> None:
         processes, self._processes = self._processes, []
         await asyncio.gather(*(p.stop() for p in processes))
+        if self._meetings is not None:
+            self._meetings.cleanup()
+            self._meetings = None
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    def _meeting_place(self) -> str:
+        """A file that nobody has met at yet. A port found free here could be taken by others before
+        rank 0 listens there."""
+        if self._meetings is None:
+            self._meetings = tempfile.TemporaryDirectory(
+                prefix="miles-ranks-", ignore_cleanup_errors=True
+            )
+        self._met += 1
+        return f"file://{self._meetings.name}/{self._met}"
 
 
 class _LocalHandle:

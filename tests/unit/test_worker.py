@@ -40,6 +40,7 @@ class Odd:
 
     def fingerprint(self): return "odd"
     def array(self, x): return np.full(self.config.size, x, np.int32)
+    def master_of(self): return self.context.master
     def where(self): return [os.getpid(), self.context.rank, self.context.world]
     def config_error(self): raise ConfigError("odd.size: 3 is odd")
     def bug(self): return {}["missing"]
@@ -97,6 +98,25 @@ def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
         assert len(await handle.call("precision.array", np.int32(1))) == 2
 
     run(tmp_path, body)
+
+
+def test_ranks_meet_at_a_file_of_their_own_that_ends_with_the_runtime(tmp_path: Path) -> None:
+    """A port found free by the driver may be taken before rank 0 listens on it."""
+    seen: list[str] = []
+
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        assert await handle.call("precision.master_of") == ""  # alone, it meets nobody
+        parts = [Spec(kind="precision", name="odd")]
+        pair = await runtime.start("pair", parts, context, world=2)
+        for _ in range(2):
+            first, second = await pair.call_all("precision.master_of")
+            assert first == second and first.startswith("file:///") and first not in seen
+            seen.append(first)
+            await runtime.rebuild(pair, parts, context)
+        assert Path(first.removeprefix("file://")).parent.is_dir()
+
+    run(tmp_path, body)
+    assert not any(Path(master.removeprefix("file://")).parent.exists() for master in seen)
 
 
 def test_worker_death_fails_open_calls_with_its_name(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Ranks:
 
 
 def join(context: Context, device: str) -> Ranks:
-    """Become one of `context.world` ranks, meeting at `context.master`.
+    """Become one of `context.world` ranks, meeting at `context.master`: a host and port, or a file.
 
     Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when the ranks
     cannot meet.
@@ -60,10 +60,11 @@ def join(context: Context, device: str) -> Ranks:
     if context.world == 1:
         return Ranks(0, 1, where, None)
     if not dist.is_initialized():
+        master = context.master
         try:
             dist.init_process_group(
                 "nccl" if where.type == "cuda" else "gloo",
-                init_method=f"tcp://{context.master}",
+                init_method=master if "://" in master else f"tcp://{master}",
                 rank=context.rank,
                 world_size=context.world,
                 timeout=timedelta(seconds=context.settings.worker_timeout_s),

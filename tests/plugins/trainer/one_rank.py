@@ -1,6 +1,6 @@
 """One rank of a small training job, for tests.
 
-    python one_rank.py RANK WORLD PORT DIRECTORY PRECISION DEVICE
+    python one_rank.py RANK WORLD MASTER DIRECTORY PRECISION DEVICE
 
 Takes three steps, of which the last has fewer samples than there are ranks, saves, loads, takes one
 more, and writes what it saw to `rank_<r>_of_<world>.npz` below the directory.
@@ -33,7 +33,7 @@ def batch(samples):
     return Batch(tokens=tokens, terms=(nll, spread))
 
 
-def main(rank: str, world: str, port: str, directory: str, precision: str, device: str) -> None:
+def main(rank: str, world: str, master: str, directory: str, precision: str, device: str) -> None:
     """Run one rank."""
     settings = Settings()
     around = context(directory)
@@ -56,7 +56,7 @@ def main(rank: str, world: str, port: str, directory: str, precision: str, devic
                 seed=seed,
                 rank=int(rank),
                 world=int(world),
-                master=f"127.0.0.1:{port}",
+                master=master,
                 model=Qwen3(shape, around),
                 precision=recipe(recipe.Config(), around),
             ),

@@ -20,21 +20,19 @@ SCRIPT = Path(__file__).with_name("one_rank.py")
 
 def run_alone(directory, precision, device):
     """Run one process's job here; what it saw."""
-    runpy.run_path(str(SCRIPT))["main"]("0", "1", "0", str(directory), precision, device)
+    runpy.run_path(str(SCRIPT))["main"]("0", "1", "", str(directory), precision, device)
     return dict(np.load(directory / "rank_0_of_1.npz"))
 
 
 def run(directory, world, precision, device):
     """Run `world` ranks to the end; what each of them saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    master = f"file://{directory}/meeting"
     processes = [
         subprocess.Popen(
             [
                 sys.executable,
                 str(SCRIPT),
-                *map(str, (rank, world, port, directory, precision, device)),
+                *map(str, (rank, world, master, directory, precision, device)),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,3 +84,38 @@ def test_ranks_that_cannot_meet_say_where(tmp_path):
         TrainerError, match=r"rank 1 of 2 could not meet the others at '127.0.0.1:9'"
     ):
         ranks.join(around, "cpu")
+
+
+def test_ranks_meet_at_a_host_and_port(tmp_path):
+    """As several machines do: rank 0 listens there."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    both = meet(f"127.0.0.1:{port}")
+    assert both == ["0 of 2: 3.0", "1 of 2: 3.0"]
+
+
+def test_ranks_meet_at_a_file(tmp_path):
+    assert meet(f"file://{tmp_path}/meeting") == ["0 of 2: 3.0", "1 of 2: 3.0"]
+
+
+MEET = """
+import sys
+import torch
+from miles.testing import context
+from miles_plugins.trainer.fsdp import ranks
+rank, master = int(sys.argv[1]), sys.argv[2]
+found = ranks.join(context(".", rank=rank, world=2, master=master), "cpu")
+print(f"{found.rank} of {found.world}: {found.add(torch.tensor(1.0 + rank)).item()}")
+"""
+
+
+def meet(master):
+    """What two ranks print that meet there and add up."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET, str(rank), master], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    return [process.communicate(timeout=120)[0].strip() for process in processes]
