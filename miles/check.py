@@ -66,18 +66,22 @@ class Planned:
 def check(plan: Plan) -> Report:
     """Faults of a plan: those of composing it, of plugins, of every component, and of every
     combination that cannot work. Components may add theirs with
-    `@classmethod check(cls, config, planned: Planned) -> Sequence[str]`, plugins with
-    `miles_check`."""
+    `@classmethod check(cls, config, planned: Planned) -> Sequence[str]` and, of what is allowed but
+    probably not meant, `warnings` of the same form; plugins with `miles_check`."""
     registry = plan.registry
     faults = [*(error.detail for error in registry.broken.values()), *plan.faults]
     offered, found = _offered(registry)
     faults += found
+    warnings: list[str] = []
     for stage in plan.stages:
         head = f"stage {stage.name}: " if len(plan.stages) > 1 else ""
-        faults += [head + fault for fault in _stage(stage, registry, offered)]
+        wrong, doubtful = _stage(stage, registry, offered)
+        faults += [head + fault for fault in wrong]
+        warnings += [head + warning for warning in doubtful]
     faults += _between(plan.stages)
+    warnings += _evaluations(plan.stages, registry)
     names = [stage.name for stage in plan.stages]
-    return Report(faults=once(faults, names), warnings=_evaluations(plan.stages, registry))
+    return Report(faults=once(faults, names), warnings=once(warnings, names))
 
 
 def _told(look: Callable[[], Sequence[str]]) -> list[str]:
@@ -88,7 +92,10 @@ def _told(look: Callable[[], Sequence[str]]) -> list[str]:
         return [error.detail]
 
 
-def _stage(stage: Stage, registry: Registry, offered: Mapping[str, Any]) -> list[str]:
+def _stage(
+    stage: Stage, registry: Registry, offered: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Faults and warnings of one stage."""
     faults = list(setting_faults(stage.settings))
     resume = stage.settings.resume
     if resume and not Path(resume).expanduser().exists():
@@ -110,10 +117,11 @@ def _stage(stage: Stage, registry: Registry, offered: Mapping[str, Any]) -> list
             samples=_samples(registry, stage),
         )
         faults += _own_checks(planned, registry)
+        warnings = _own_warnings(planned, registry)
         for look in (_tasks, _vocabulary):
             faults += _told(partial(look, planned, registry))
     faults += _told(partial(registry.hook.check, stage.resolved))
-    return faults
+    return faults, warnings
 
 
 # ---------------------------------------------------------------- the loop's keys
@@ -223,6 +231,17 @@ def _own_checks(planned: Planned, registry: Registry) -> list[str]:
             found = _told(partial(look, config, planned))
             faults += [f"{spec.kind} {spec.name!r}: {fault}" for fault in found]
     return faults
+
+
+def _own_warnings(planned: Planned, registry: Registry) -> list[str]:
+    found: list[str] = []
+    for spec in _specs(planned):
+        component = registry.component(spec.kind, spec.name)
+        look = getattr(component, "warnings", None)
+        if look is not None:
+            config = schema.build(component.Config, spec.config, owner=spec.name)
+            found += _told(partial(look, config, planned))
+    return found
 
 
 def _samples(registry: Registry, stage: Planned | Stage) -> bool:

@@ -1,46 +1,40 @@
 """Any tokenizer with a chat template: a first prompt is rendered whole, later ones by the text that
 was added.
 
-It uses the template as it is and parses no tool calls or reasoning; families that need more have
-their own handler.
+The template is used as it is. Families whose markup is known have handlers of their own, which are
+faster and sort out more.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from miles import Array, ConfigError, Context, EpisodeError, Message, TokenMismatch, Tool
 from miles_plugins.tito.bytes import Bytes
+from miles_plugins.tito.calls import as_calls
+from miles_plugins.tito.markup import markup_of
+from miles_plugins.tito.pieces import shared
+from miles_plugins.tito.template import Template, plain
+from miles_plugins.tito.vocabulary import Vocabulary, copy, directory_of
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 # stands for an assistant's text when the template is asked how it closes a turn
 _MARK = "miles-marks-this-answer"
 _WINDOW = 12  # tokens shown on each side of a mismatch
+_USER = {"role": "user", "content": "a"}
 
 
 class Generic:
     """Tokens of any Hugging Face tokenizer with a chat template, append-only and checked.
 
-    The next prompt is the stored ids plus the ids of the text that the template adds. A template
-    that rewrites earlier turns (dropping old reasoning, say) is a `TokenMismatch` that names the
-    first token that differs. Markup inside a text becomes special tokens, as with `transformers`.
+    The next prompt is the stored ids plus the ids of the text that the template adds; what the
+    template would have rewritten (old reasoning, say) stays as it was sampled, and `rewrites` says
+    so. Reasoning between `<think>` marks and the common markups of tool calls are read. Markup
+    inside a text becomes special tokens, as with `transformers`.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +50,10 @@ class Generic:
         stop: tuple[str, ...] = ()
         """More tokens that end an assistant's turn, by their text."""
 
+    name: ClassVar[str] = "generic"
     stop_ids: tuple[int, ...]
     vocab_size: int
+    multimodal = False
     recognizes_markup = True  # the contract suite asks others that markup in a text stays text
 
     @classmethod
@@ -66,26 +62,35 @@ class Generic:
         Bytes(Bytes.Config(), Context(directory=directory)).save(directory)
         return {"path": str(directory)}
 
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> list[str]:
+        """That a checkpoint's family has no handler of its own."""
+        model = planned.built.get("model")
+        directory = model.directory() if model is not None else None
+        if directory is None:
+            return []
+        kind = model.hf_config().get("model_type")
+        return [
+            f"tito: the checkpoint {directory} ({kind}) has no handler of its own, or its chat "
+            "template is not its family's; tito=generic uses the template as it is"
+        ]
+
     def __init__(self, config: Config, context: Context) -> None:
-        self._arguments = dict(config.arguments)
-        self._directory = _directory(config, context)
-        loaded = _load(self._directory)
-        self._tokenizer = loaded.backend_tokenizer
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._special = {
-            name: getattr(loaded, name)
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if getattr(loaded, name)
-        }
+        self._directory = directory_of(config.path, context, self.name)
+        vocabulary = Vocabulary(self._directory, self.name)
+        self._vocabulary, self._tokenizer = vocabulary, vocabulary.tokenizer
         self._own_template = bool(config.template)
-        self._template = _template(config, loaded, self._directory)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        stops = {*_eos_ids(self._directory), *(self._id(text) for text in config.stop)}
-        if loaded.eos_token_id is not None:
-            stops.add(loaded.eos_token_id)
+        self._template = Template(
+            _template(config, vocabulary),
+            who=self.name,
+            variables={**vocabulary.named, **config.arguments},
+        )
+        self._markup = markup_of(self._template.text)
+        self.vocab_size = vocabulary.size
+        stops = {*vocabulary.declared_stops, *(self._id(text) for text in config.stop)}
         self._closing, self._between = self._turn_end(stops)
         self.stop_ids = tuple(sorted(stops | {self._ids(self._closing)[-1]}))
+        self._thinking, self._silent = self._thought_in_prompt()
 
     def encode(self, text: str) -> Array:
         """(tokens,) int32 of the text; added tokens written in it are recognised."""
@@ -99,7 +104,7 @@ class Generic:
         """(tokens,) int32 of the template's text, the assistant's turn open.
 
         Raises `EpisodeError` when the template refuses the messages."""
-        return self.encode(self._text(messages, opened=True))
+        return self.encode(self._text(messages, tools, opened=True))
 
     def extend(
         self,
@@ -109,46 +114,101 @@ class Generic:
         *,
         tools: Sequence[Tool] = (),
     ) -> Array:
-        """(new tokens,) int32 to append to `stored`. Raises `TokenMismatch` when the template does
-        not continue what it said before, and `EpisodeError` when it refuses the messages.
+        """(new tokens,) int32 to append to `stored`. Raises `TokenMismatch` when it cannot be told
+        what the template adds, and `EpisodeError` when it refuses the messages.
 
-        What was sampled counts as said, whatever the template would have made of it: when the whole
-        text does not begin with the stored text, it must begin with the template's own text of the
-        history.
+        What was sampled counts as said, whatever the template would have made of it. When the whole
+        text does not begin with the stored text, what is added stands after the template's own text
+        of the history, or after the end of its last turn.
         """
-        whole = self._text([*history, *messages], opened=True)
+        whole = self._text([*history, *messages], tools, opened=True)
         said = self.decode(stored)
         if whole.startswith(said):
             return self._continue(stored, whole[len(said) :])
-        before = self._text(history, opened=False)
+        before = self._text(history, tools, opened=False)
         end = self._closing + self._between
-        if not whole.startswith(before) or not before.endswith(end):
-            raise self._mismatch(stored, whole)
         closed = len(stored) > 0 and int(stored[-1]) in self.stop_ids
-        return self._continue(stored, (self._between if closed else end) + whole[len(before) :])
+        head = self._between if closed else end
+        if whole.startswith(before) and before.endswith(end):
+            return self._continue(stored, head + whole[len(before) :])
+        added = self._added(whole, history, messages, tools)
+        if added is None:
+            raise self._mismatch(stored, whole)
+        return self._continue(stored, added if closed else self._closing + added)
+
+    def rewrites(
+        self,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+    ) -> bool:
+        """Whether the template, now that `messages` follow, would take back something of `history`
+        that it showed when the last turn was sampled: reasoning, as a rule."""
+        if not history or history[-1].get("role") != "assistant":
+            return False
+        whole = self._text([*history, *messages], tools, opened=True)
+        before = self._text(history[:-1], tools, opened=False) if len(history) > 1 else ""
+        if not whole.startswith(before):
+            return True
+        thought = str(history[-1].get("reasoning_content") or "").strip()
+        return self._markup.thinks and thought not in whole[len(before) :]
 
     def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
-        """The completion as an assistant message: all of its text, the stop id removed."""
+        """The completion as an assistant message, white space as sampled, the stop id removed.
+
+        A call that cannot be read stays in `content`. Ids of calls are made from the completion's
+        own tokens: unique in it, and the same each time it is parsed."""
         closed = len(tokens) > 0 and int(tokens[-1]) in self.stop_ids
-        return {"role": "assistant", "content": self.decode(tokens[:-1] if closed else tokens)}
+        text = self.decode(tokens[:-1] if closed else tokens)
+        found = self._markup.read(text, opened=self._thinking, tools=tools)
+        message: dict[str, Any] = {"role": "assistant", "content": found.content}
+        if found.reasoning is not None:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["tool_calls"] = as_calls(tokens, [(None, *call) for call in found.calls])
+        return message
 
     def demonstrate(self, said: str | Message) -> Array:
-        """(tokens,) int32 of the text and what closes a turn, up to the stop id."""
-        text = said if isinstance(said, str) else str(said["content"])
-        return self.encode(text + self._closing)
+        """(tokens,) int32 of what a model would have sampled to say it, up to the stop id: a text
+        as it is; a message with reasoning or calls as the template writes it."""
+        message = {"role": "assistant", "content": said} if isinstance(said, str) else dict(said)
+        if self._silent:
+            message.pop("reasoning_content", None)
+        bare = not message.get("tool_calls") and not message.get("reasoning_content")
+        if bare and not self._thinking:
+            return self.encode(str(message.get("content") or "") + self._closing)
+        ids = self._sampled(message)
+        if self._thinking and "</think>" not in self._vocabulary.decode(ids):
+            ids = [*self._ids(self._thought_end()), *ids]
+        return np.array([*ids, *self._ids(self._closing)], np.int32)  # (tokens,) int32
+
+    def _sampled(self, message: Message) -> list[int]:
+        """What the template writes of a first turn after its prompt, without its close."""
+        opened = self._ids(self._text([_USER], opened=True))
+        whole = self._ids(self._text([_USER, message], opened=False))
+        ids, end = whole[shared(opened, whole) :], self._ids(self._closing)
+        at = next((i for i in range(len(ids)) if ids[i : i + len(end)] == end), len(ids))
+        return ids[:at]
+
+    def _thought_end(self) -> str:
+        """What stands between a thought and what is said; templates that show no thought have it
+        as most do."""
+        shown = self._sampled({"role": "assistant", "content": "C", "reasoning_content": "R"})
+        before, mark, after = self._vocabulary.decode(shown).partition("</think>")
+        return before.partition("R")[2] + mark + after.partition("C")[0] or "\n</think>\n\n"
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer's files; a template given in the configuration becomes
         `chat_template.jinja`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            if (self._directory / name).is_file():
-                shutil.copyfile(self._directory / name, directory / name)
+        copy(self._directory, directory)
         if self._own_template:
-            (directory / "chat_template.jinja").write_text(self._template, encoding="utf-8")
+            (directory / "chat_template.jinja").write_text(self._template.text, encoding="utf-8")
+
+    # ---------------------------------------------------------------- parts
 
     def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._vocabulary.encode(text)
 
     def _id(self, text: str) -> int:
         found = self._tokenizer.token_to_id(text)
@@ -157,6 +217,32 @@ class Generic:
                 f"tito.stop: {text!r} is not a token of the tokenizer in {self._directory}"
             )
         return int(found)
+
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opened: bool
+    ) -> str:
+        written = plain(messages, who=self.name)
+        return self._template.render(written, tools=tools, opened=opened)
+
+    def _added(
+        self,
+        whole: str,
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> str | None:
+        """What a template that rewrites history writes after the end of its last turn; None when
+        history shows there as well."""
+        marked = [*history[:-1], {**history[-1], "content": _MARK}] if history else []
+        past = self._after_mark(self._text(marked, tools, opened=False))
+        added = self._after_mark(self._text([*marked, *messages], tools, opened=True))
+        return added if past == self._between and added and whole.endswith(added) else None
+
+    def _after_mark(self, text: str) -> str:
+        """The text behind the end of the marked turn; empty without one."""
+        at = text.rfind(_MARK)
+        cut = text.find(self._closing, at) if at >= 0 else -1
+        return text[cut + len(self._closing) :] if cut >= 0 else ""
 
     def _continue(self, stored: Array, text: str) -> Array:
         """(new tokens,) int32 of text that follows `stored`. The last stored token goes in front
@@ -169,28 +255,20 @@ class Generic:
             ids = ids[1:]
         return np.array(ids, np.int32)  # (new tokens,) int32
 
-    def _text(self, messages: Sequence[Message], *, opened: bool) -> str:
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def _thought_in_prompt(self) -> tuple[bool, bool]:
+        """Whether the prompt itself opens the reasoning, and whether it closes it."""
+        if not self._markup.thinks:
+            return False, False
         try:
-            texts, _ = render_jinja_template(
-                conversations=[[dict(m) for m in messages]],
-                chat_template=self._template,
-                add_generation_prompt=opened,
-                **self._special,
-                **self._arguments,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise EpisodeError(
-                f"tito generic: the chat template refuses {len(messages)} messages: {error}"
-            ) from error
-        return str(texts[0])
+            opened = self._text([_USER], opened=True)
+        except EpisodeError:
+            return False, False  # a template that wants more than a user's word
+        return opened.rfind("<think>") > opened.rfind("</think>"), "</think>" in opened
 
     def _turn_end(self, stops: set[int]) -> tuple[str, str]:
         """How the template closes an assistant's turn: the text up to its stop token, and what
         follows before the next turn. Raises `ConfigError` when there is no stop token in it."""
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        talk = [_USER, {"role": "assistant", "content": _MARK}]
         try:
             text = self._text(talk, opened=False)
         except EpisodeError as error:
@@ -201,8 +279,8 @@ class Generic:
         candidates = [t for t in ids if t in stops] or [t for t in ids if t in added]
         if not candidates:
             raise ConfigError(
-                f"tito generic: the chat template closes an assistant's turn with {end!r}, which "
-                "holds no stop token of "
+                f"tito {self.name}: the chat template closes an assistant's turn with {end!r}, "
+                "which holds no stop token of "
                 f"the tokenizer in {self._directory}; name one with tito.stop=[...] or give "
                 "tito.template=FILE"
             )
@@ -217,7 +295,7 @@ class Generic:
         index = int(differs[0]) if len(differs) else shared
         window = slice(max(0, index - _WINDOW), index + _WINDOW)
         error = TokenMismatch(
-            f"tito generic: the chat template is not append-only: token {index} of the stored "
+            f"tito {self.name}: the chat template is not append-only: token {index} of the stored "
             f"{len(stored)} differs: "
             f"stored {self.decode(stored[window])!r}, template {self.decode(rendered[window])!r}"
         )
@@ -227,70 +305,15 @@ class Generic:
         return error
 
 
-def _directory(config: Generic.Config, context: Context) -> Path:
-    found = (
-        Path(config.path)
-        if config.path
-        else context.model.directory()
-        if context.model is not None
-        else None
-    )
-    if found is None:
-        raise ConfigError(
-            "tito generic: no tokenizer: the model is random and has no directory; "
-            "set tito.path=DIRECTORY, or use tito=bytes with a byte-level model"
-        )
-    if not found.is_dir():
-        raise ConfigError(f"tito.path: {found} is not a directory")
-    return found
-
-
-def _load(directory: Path) -> Any:
-    """The tokenizer with its configuration, as `transformers` reads it."""
-    from transformers import PreTrainedTokenizerFast
-
-    if (directory / "tokenizer.json").is_file():
-        # not AutoTokenizer, which imports torch: seconds and memory that the driver does without
-        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
-    files = [name for name in _FILES if (directory / name).is_file()]
-    error = ConfigError(
-        f"tito generic: no tokenizer.json in {directory} (tokenizer files there: "
-        f"{', '.join(files) or 'none'})"
-    )
-    error.add_note(
-        "make one with transformers: "
-        "AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIRECTORY)"
-    )
-    raise error
-
-
-def _template(config: Generic.Config, loaded: Any, directory: Path) -> str:
+def _template(config: Generic.Config, vocabulary: Vocabulary) -> str:
     if config.template:
         path = Path(config.template)
         if not path.is_file():
             raise ConfigError(f"tito.template: no file {path}")
         return path.read_text(encoding="utf-8")
-    found = loaded.chat_template
-    if isinstance(found, Mapping):  # several by name
-        found = found.get("default")
-    if not found:
+    if not vocabulary.template:
         raise ConfigError(
-            f"tito generic: the tokenizer in {directory} has no chat template; give one with "
-            "tito.template=FILE"
+            f"tito generic: the tokenizer in {vocabulary.directory} has no chat template; give one "
+            "with tito.template=FILE"
         )
-    return str(found)
-
-
-def _eos_ids(directory: Path) -> set[int]:
-    """End-of-turn ids that the checkpoint's own files name."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError) as error:
-            raise ConfigError(f"tito generic: {path} is not a JSON object: {error}") from error
-        found.update([value] if isinstance(value, int) else value or [])
-    return found
+    return vocabulary.template

@@ -155,11 +155,11 @@ def test_template_that_trims_what_was_sampled_still_extends_by_what_it_adds(
     assert handler.decode(more) == "\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_template_that_rewrites_history_is_a_mismatch_with_index_and_both_sides(
+def test_template_that_shows_history_after_what_is_new_is_a_mismatch_with_both_sides(
     byte_directory, tmp_path
 ):
     text = (
-        "{{ messages | length }}{% for m in messages %}"
+        "{{ messages | length }}{% for m in messages | reverse %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -172,6 +172,25 @@ def test_template_that_rewrites_history_is_a_mismatch_with_index_and_both_sides(
         handler.extend(stored, [user("x"), handler.parse(completion)], [user("y")])
     assert "tito.template=FILE" in caught.value.detail
     assert pickle.loads(pickle.dumps(caught.value)).detail == caught.value.detail
+
+
+def test_template_that_rewrites_history_is_extended_by_what_it_adds_and_says_so(
+    byte_directory, tmp_path
+):
+    text = (
+        "{{ messages | length }}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    handler = make(path=str(byte_directory), template=template_file(tmp_path, text))
+    completion = handler.demonstrate("a")
+    history, added = [user("x"), handler.parse(completion)], [user("y")]
+    stored = np.concatenate([handler.render(history[:1]), completion])
+    for cut in (stored, stored[:-1]):
+        more = handler.decode(handler.extend(cut, history, added))
+        wanted = "\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+        assert more == (wanted if cut is stored else "<|im_end|>" + wanted)
+    assert handler.rewrites(history, added)
 
 
 def test_template_variables_come_from_the_configuration(byte_directory, tmp_path):
@@ -300,20 +319,21 @@ def test_recorded_turn_with_reasoning_continues_under_a_template_that_keeps_it(
         assert handler.decode(more) == (wanted if closed else "<|im_end|>" + wanted)
 
 
-def test_recorded_turn_with_reasoning_is_a_mismatch_under_a_template_that_drops_it(
-    qwen3_handler, recorded
-):
+def test_recorded_turn_keeps_its_reasoning_under_a_template_that_drops_it(qwen3_handler, recorded):
     handler = qwen3_handler("qwen3/Qwen-Qwen3-0.6B.jinja")
     text, prompt, said = next(r for r in recorded if 151668 in r[2])  # one that finished thinking
     stored = np.concatenate([prompt, said])
     history = [user(text), handler.parse(said)]
-    with pytest.raises(
-        TokenMismatch, match=rf"token {len(prompt)} of .*stored '.*<think>.*template '"
-    ):
-        handler.extend(stored, history, [user("and faster?")])
+    more = handler.extend(stored, history, [user("and faster?")])
+    wanted = "\n<|im_start|>user\nand faster?<|im_end|>\n<|im_start|>assistant\n"
+    assert handler.decode(more) == wanted
+    assert handler.rewrites(history, [user("and faster?")])
     # the same template keeps reasoning while only tools have answered since
-    more = handler.extend(stored, history, [{"role": "tool", "content": "ok"}])
-    assert "<tool_response>\nok\n</tool_response>" in handler.decode(more)
+    answer = [{"role": "tool", "content": "ok"}]
+    assert not handler.rewrites(history, answer)
+    assert "<tool_response>\nok\n</tool_response>" in handler.decode(
+        handler.extend(stored, history, answer)
+    )
 
 
 def test_answers_without_reasoning_continue_under_a_template_as_published(qwen3_handler):

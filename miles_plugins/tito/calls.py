@@ -1,0 +1,37 @@
+"""Parsed tool calls in OpenAI's shape.
+
+The text of a call is read elsewhere, in `markup` or by `renderers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles import Array
+
+__all__ = ["Said", "as_calls"]
+
+Said = tuple[str | None, str, Mapping[str, Any]]
+"""A call's own id where its markup has one, its function's name, its arguments."""
+
+
+def as_calls(tokens: Array, said: Sequence[Said]) -> list[dict[str, Any]]:
+    """The calls of a completion, arguments as JSON.
+
+    Ids that the markup does not have are made from the completion's own tokens: unique in it, and
+    the same each time it is parsed. Equal completions have equal ids.
+    """
+    digest = hashlib.blake2s(tokens.astype(np.int32).tobytes(), digest_size=9).hexdigest()
+    return [
+        {
+            "id": own or f"call_{digest}_{number}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
+        for number, (own, name, arguments) in enumerate(said)
+    ]
