@@ -1,0 +1,3 @@
+"""An environment package that cannot be imported."""
+
+raise RuntimeError("no luck today")
