@@ -39,8 +39,8 @@ class Calculator:
     prompt: str = "{problem}"
     """The user's message, with `{problem}` in it."""
     mistakes: float = 0.0
-    """Share of problems whose demonstration goes wrong: a careless teacher. Half of those guess
-    without calling the tool, half mistype a digit. Answers and rewards are never wrong."""
+    """Share of problems whose demonstration guesses, wrongly, instead of calling the tool: a
+    careless teacher, beyond which only the reward leads. Answers and rewards are never wrong."""
     heldout_fraction: float = 0.1
     """Share of all problems that is never trained on."""
     train: int = 4096
@@ -146,15 +146,11 @@ def _task(config: Calculator, problem: Problem) -> Task:
 
 
 def _solution(config: Calculator, problem: Problem, answer: str) -> tuple[Message, ...]:
-    """Calls, their results, and the answer; for a share of the problems, chosen by their text, a
-    guess or calls with a mistyped digit."""
+    """Calls, their results, and the answer; for a share of the problems, chosen by their text, one
+    wrong guess."""
     lot = derive_seed("careless", _text(problem))
     if lot < config.mistakes * 2**63:
-        slipped = _slip(problem, lot // 4)
-        wrong = str(_run(slipped)[-1][1])
-        if lot % 2 or wrong == answer:
-            return ({"role": "assistant", "content": _guess(answer, lot // 4)},)
-        problem, answer = slipped, wrong
+        return ({"role": "assistant", "content": _other_digit(answer, lot // 4)},)
     messages: list[Message] = []
     for index, (said, value) in enumerate(_run(problem)):
         messages += _call(index, said, str(value))
@@ -184,14 +180,3 @@ def _other_digit(text: str, lot: int) -> str:
     else:
         digit = (int(text[place]) + 1 + lot % 9) % 10
     return f"{text[:place]}{digit}{text[place + 1 :]}"
-
-
-def _slip(problem: Problem, lot: int) -> Problem:
-    first, ((sign, operand), *rest) = problem
-    if lot % 2:
-        return int(_other_digit(str(first), lot // 2)), ((sign, operand), *rest)
-    return first, ((sign, int(_other_digit(str(operand), lot // 2))), *rest)
-
-
-def _guess(answer: str, lot: int) -> str:
-    return _other_digit(answer, lot)
