@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles.errors import CheckpointError
+from miles.errors import CheckpointError, ConfigError
 
 __all__ = ["find", "newest", "prune", "read_state", "set_aside", "verify", "write"]
 
@@ -109,14 +109,14 @@ def find(folder: Path) -> list[Path]:
 
 def newest(path: Path) -> Path:
     """The checkpoint that `resume=path` means: itself, or the newest of a run directory. Raises
-    `CheckpointError`."""
+    `ConfigError` when there is none."""
     if not path.exists():
-        raise CheckpointError(f"resume={path}: there is no such directory")
+        raise ConfigError(f"resume={path}: there is no such directory")
     if _NAME.fullmatch(path.name):
         return path
     found = find(path / "checkpoints")
     if not found:
-        raise CheckpointError(f"resume={path}: no checkpoint in {path / 'checkpoints'}")
+        raise ConfigError(f"resume={path}: no checkpoint in {path / 'checkpoints'}")
     return found[-1]
 
 

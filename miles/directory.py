@@ -107,7 +107,7 @@ def _fresh_name(settings: Settings, stem: str) -> str:
 
 def recorded(resume: str) -> tuple[Path, Path, dict[str, Any]]:
     """(run directory, checkpoint, config.json) that `resume` means; the checkpoint is verified.
-    Raises `CheckpointError`."""
+    Raises `ConfigError` when there is none and `CheckpointError` for a damaged one."""
     chosen = checkpoint.newest(Path(resume).expanduser())
     checkpoint.verify(chosen)
     root = chosen.resolve().parent.parent

@@ -5,6 +5,7 @@ It reads runs that are going on, were killed, or lost a file; it writes nothing 
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Record:
     planned: Mapping[str, int]
     """Steps of every stage, in order, as far as announced."""
     outcome: str
-    """`finished`, `interrupted`, `failed`, or `running` when no end was written."""
+    """`finished`, `interrupted`, `failed`; without an end `running` while a process holds the
+    directory, otherwise `unfinished` (it was killed); `unrecorded` without `metrics.jsonl`."""
     seconds: float
     """From the first line to the last, without the pauses before a resume."""
     config: str
@@ -74,7 +76,7 @@ def read(directory: Path | str) -> Record:
         warnings=tuple(str(x.get("text")) for x in good if x.get("moment") == "warned"),
         samples=tuple(samples[k] for k in sorted(samples)),
         planned=_planned(good),
-        outcome=_outcome(good),
+        outcome=_outcome(root, good),
         seconds=_seconds(good),
         config=_text(root / "config.yaml"),
         plugins=_mapping(root / "plugins.json"),
@@ -111,9 +113,25 @@ def _planned(lines: list[Line]) -> dict[str, int]:
     return planned
 
 
-def _outcome(lines: list[Line]) -> str:
+def _outcome(root: Path, lines: list[Line]) -> str:
+    if not (root / "metrics.jsonl").exists():
+        return "unrecorded"  # no tracker wrote it: nobody can tell from here
     ends = [x for x in lines if x.get("moment") in ("run_started", "run_finished")]
-    return str(ends[-1].get("outcome", "running")) if ends else "running"
+    if ends and "outcome" in ends[-1]:
+        return str(ends[-1]["outcome"])
+    return "running" if _held(root / "lock") else "unfinished"
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process holds the run's directory."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or it may not be read
+        return False
+    return False
 
 
 def _seconds(lines: list[Line]) -> float:

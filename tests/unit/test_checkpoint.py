@@ -106,9 +106,9 @@ def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="there is no such directory"):
         checkpoint.newest(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
+    with pytest.raises(ConfigError, match="no checkpoint in"):
         checkpoint.newest(tmp_path)
 
 

@@ -166,10 +166,14 @@ def test_path_may_hold_anything(miles, tmp_path, component):
     assert code == 0, out + err
 
 
-def test_resume_of_nothing_says_so(miles):
+def test_resume_of_nothing_is_2(miles, tmp_path):
     code, _, err = miles("run", "resume=absent")
-    assert code in (1, 2)
-    assert "absent" in err
+    assert code == 2
+    assert "resume=absent: there is no such directory" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = miles("run", "resume=empty")
+    assert code == 2
+    assert "resume=empty: no checkpoint in empty/checkpoints" in err
 
 
 def test_interrupt_is_130(miles, monkeypatch):

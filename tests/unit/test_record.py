@@ -1,6 +1,9 @@
 """Reading a run directory back."""
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,14 @@ def put(directory: Path, *lines: object, name: str = "metrics.jsonl") -> Path:
     text = "".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines)
     (directory / name).write_text(text, encoding="utf-8")
     return directory
+
+
+@contextmanager
+def hold(directory: Path) -> Iterator[None]:
+    """As a process does whose run is going on."""
+    with (directory / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 STARTED = {"moment": "run_started", "at": 100.0, "steps": {"sft": 2, "grpo": 3}}
@@ -41,7 +52,8 @@ def test_read_keeps_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_read_of_a_run_in_progress_forgives_the_line_being_written(tmp_path: Path) -> None:
-    record = read(put(tmp_path, STARTED, STEP, '{"moment": "step_fin'))
+    with hold(tmp_path):
+        record = read(put(tmp_path, STARTED, STEP, '{"moment": "step_fin'))
     assert (record.outcome, len(record.steps), record.unreadable) == ("running", 1, 0)
 
 
@@ -55,7 +67,7 @@ def test_read_takes_the_last_of_a_step_and_leaves_pauses_out(tmp_path: Path) -> 
     record = read(put(tmp_path, STARTED, STEP, END, again, {**STEP, "at": 1001.0, "lr": 2e-3}))
     assert [s["lr"] for s in record.steps] == [2e-3]
     assert record.seconds == 4.0
-    assert record.outcome == "running"
+    assert record.outcome == "unfinished"  # begun again, and no end since
 
 
 def test_read_of_an_empty_directory_says_what_is_missing(tmp_path: Path) -> None:
@@ -66,7 +78,17 @@ def test_read_of_an_empty_directory_says_what_is_missing(tmp_path: Path) -> None
 def test_read_without_metrics_is_an_empty_record(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     record = read(tmp_path)
-    assert (record.steps, record.stages, record.outcome) == ((), (), "running")
+    assert (record.steps, record.stages, record.outcome) == ((), (), "unrecorded")
+
+
+def test_read_of_a_run_without_an_end_asks_whether_somebody_holds_it(tmp_path: Path) -> None:
+    put(tmp_path, STARTED, STEP)
+    assert read(tmp_path).outcome == "unfinished"  # moved here without its lock
+    with hold(tmp_path):
+        assert read(tmp_path).outcome == "running"
+    assert read(tmp_path).outcome == "unfinished"  # killed: the lock is free
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # reading it left nothing behind
 
 
 @settings(max_examples=40, deadline=None)

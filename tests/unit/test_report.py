@@ -1,5 +1,6 @@
 """The report page, from finished, running and damaged runs."""
 
+import fcntl
 import json
 import random
 import re
@@ -114,7 +115,15 @@ def test_report_of_a_run_in_progress(tmp_path: Path) -> None:
     directory = make_run(tmp_path, finished=False)
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"moment": "step_fin')
-    assert '<em class="running">running</em>' in page(directory)
+    assert '<em class="unfinished">unfinished</em>' in page(directory)  # nobody holds it
+    with (directory / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert '<em class="running">running</em>' in page(directory)
+
+
+def test_report_of_a_run_that_nobody_recorded_does_not_say_that_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert '<em class="unrecorded">unrecorded</em>' in page(tmp_path)
 
 
 def test_report_of_a_run_that_took_no_step(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class Progress:
         self.directory = str(data.get("directory", ""))
         self.stages = tuple(data.get("stages", ()))
         self.steps = dict(data.get("steps", {}))
+        self.step = int(data.get("resumed") or 0)  # no stage begins when nothing is left to do
         self._began = time.monotonic()
 
     def _stage_started(self, data: Mapping[str, Any]) -> None:

@@ -144,6 +144,16 @@ def test_progress_estimates_the_time_left_from_recent_steps() -> None:
     assert progress.left_s == pytest.approx(97 * 0.02, rel=0.5)
 
 
+def test_summary_of_a_resume_with_nothing_left_to_do_says_where_the_run_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It said step 0."""
+    tracker = make(live="never")
+    tracker.moment("run_started", {"directory": "runs/x", "name": "x", "stages": [], "resumed": 6})
+    tracker.moment("run_finished", {"outcome": "finished", "directory": "runs/x", "seconds": 1.0})
+    assert capsys.readouterr().out.splitlines()[0] == "run finished after 00:01 at step 6"
+
+
 def test_progress_of_a_resumed_stage_begins_inside() -> None:
     progress = Progress()
     resumed = {"stage": "s", "version": 1230, "first": 1200, "steps": 100}
