@@ -33,6 +33,7 @@ examples:
   miles run resume=runs/arithmetic-20260101        go on where a run stopped
   miles check engine.rows=8                        every problem at once, nothing started
   miles show                                       every value and where it came from
+  miles sessions serve engine.url=http://127.0.0.1:30000 model.path=DIR port=8100
   miles plugins list --kind environment            what there is to choose from
   miles plugins show trainer fsdp                  one component and its keys
 
@@ -125,6 +126,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
             )
         if name == "show":
             command.add_argument("--stage", help="only this stage")
+    sessions = _add(commands, "sessions", None, "conversations for agents outside of a run")
+    words = sessions.add_subparsers(title="commands", metavar="COMMAND")
+    serving = _add(words, "serve", _serve, "serve sessions over an engine that already runs")
+    serving.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="engine.url=URL model.path=DIR port=N, and KEY=VALUE as in a run",
+    )
     report = _add(commands, "report", _report, "write report.html of a run directory")
     report.add_argument("run", metavar="RUN_DIR")
     _plugin_words(_add(commands, "plugins", None, "what is installed, and your own"))
@@ -227,6 +237,12 @@ def _report(args: argparse.Namespace) -> int:
 
     print(write(args.run))
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from miles.sessions import serve_command
+
+    return serve_command(args.overrides, registry=args.registry)
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -57,7 +57,8 @@ TABLE = {
         "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
-        "stage pool served sessions rollouts assemble run simulate serve evaluate convert worker cli __main__",
+        "stage pool engines weights served sessions rollouts assemble run simulate serve evaluate"
+        " convert worker cli __main__",
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),
