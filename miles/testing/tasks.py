@@ -22,12 +22,17 @@ from miles.types import Array, Message, Task
 __all__ = ["FakeEnvironment", "FakeTito"]
 
 TURN, END = 256, 257
+_CALL = "\n!call "
 _MARKS = {TURN: "<turn>", END: "<end>"}
 
 
 class FakeTito:
     """Bytes as ids, plus one id that opens a turn and one that ends it:
-    `<turn>role\\ncontent<end>`."""
+    `<turn>role\\ncontent<end>`.
+
+    Tools come first, as a turn of that role; a tool call is a line `!call NAME ARGUMENTS` after
+    what an assistant says.
+    """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
@@ -55,11 +60,12 @@ class FakeTito:
         return "".join([*pieces, run.decode(errors="replace")])
 
     def _turn(self, message: Message) -> list[int]:
-        return [TURN, *self.encode(f"{message['role']}\n{message['content']}"), END]
+        return [TURN, *self.encode(f"{message['role']}\n{_said(message)}"), END]
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
-        """(tokens,) int32 of every message, then an open assistant turn."""
-        tokens = [token for message in messages for token in self._turn(message)]
+        """(tokens,) int32 of the tools and every message, then an open assistant turn."""
+        offered = [{"role": "tools", "content": json.dumps(list(tools))}] if tools else []
+        tokens = [token for message in [*offered, *messages] for token in self._turn(message)]
         return np.array([*tokens, TURN, *self.encode("assistant\n")], np.int32)
 
     def extend(
@@ -75,13 +81,22 @@ class FakeTito:
         return np.array([*closing, *self.render(messages)], np.int32)
 
     def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
-        """Everything but a final end mark."""
+        """Everything but a final end mark; lines that call become tool calls."""
         body = tokens[:-1] if len(tokens) and tokens[-1] == END else tokens
-        return {"role": "assistant", "content": self.decode(body)}
+        content, *called = self.decode(body).split(_CALL)
+        message: Message = {"role": "assistant", "content": content}
+        if not called:
+            return message
+        calls = []
+        for index, call in enumerate(called):
+            name, _, arguments = call.partition(" ")
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": f"call_{index}", "type": "function", "function": function})
+        return {**message, "tool_calls": calls}
 
     def demonstrate(self, said: str | Message) -> Array:
-        """(tokens,) int32 of the text and the end mark."""
-        text = said if isinstance(said, str) else said["content"]
+        """(tokens,) int32 of the text, or a message with its tool calls, and the end mark."""
+        text = said if isinstance(said, str) else _said(said)
         return np.array([*self.encode(text), END], np.int32)
 
     def save(self, directory: Path) -> None:
@@ -89,6 +104,15 @@ class FakeTito:
         directory.mkdir(parents=True, exist_ok=True)
         marks = {text: token for token, text in _MARKS.items()}
         (directory / "fake_tito.json").write_text(json.dumps({"bytes": 256, "marks": marks}))
+
+
+def _said(message: Message) -> str:
+    """What a message says: its text, then its tool calls."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", "")) for part in content)
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return content + "".join(f"{_CALL}{f['name']} {f['arguments']}" for f in functions)
 
 
 class FakeEnvironment:
