@@ -80,7 +80,7 @@ class Column:
 
     def rows(self, start: int, stop: int) -> Array:
         """(stop - start, ...) to read at once and forget: no promise like that of `view`."""
-        if len(self._parts) == 1 and stop - start == self._size:
+        if self._data is None and len(self._parts) == 1 and stop - start == self._size:
             return self._parts[0]
         return self._read(stop)[start:stop]
 
