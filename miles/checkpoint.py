@@ -65,10 +65,19 @@ def _seal(partial: Path, state: Mapping[str, Any]) -> None:
         _sync(path)
 
 
+_GOOD: dict[Path, tuple[Any, ...]] = {}
+"""Checkpoints that this process found good, by what `_stamp` saw."""
+
+
 def verify(checkpoint: Path) -> None:
     """Check every file against the manifest. Raises `CheckpointError` naming the first file that is
-    missing, extra or damaged, and the newest good checkpoint beside it."""
+    missing, extra or damaged, and the newest good checkpoint beside it. A checkpoint that this
+    process found good is read again only when a file of it changed since."""
+    state = _stamp(checkpoint)
+    if state and _GOOD.get(checkpoint.resolve()) == state:
+        return
     if (fault := _fault(checkpoint)) is None:
+        _GOOD[checkpoint.resolve()] = state
         return
     error = CheckpointError(f"checkpoint {checkpoint}: {fault}")
     good = next(
@@ -76,6 +85,12 @@ def verify(checkpoint: Path) -> None:
     )
     error.add_note(f"newest good one: {good}" if good else "no other checkpoint there is good")
     raise error
+
+
+def _stamp(checkpoint: Path) -> tuple[Any, ...]:
+    """Name, size, and time of the last change of every file."""
+    stats = ((name, (checkpoint / name).stat()) for name in _files(checkpoint))
+    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
 
 
 def _fault(checkpoint: Path) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles import CheckpointError, checkpoint
+from miles import CheckpointError, ConfigError, checkpoint
 
 
 def write(folder: Path, step: int, files: Mapping[str, bytes] | None = None) -> Path:
@@ -103,6 +105,27 @@ def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoint.verify(path)
     assert (path / "a").read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_checkpoint_is_hashed_once_while_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume looks at it when its configuration is read, and again before it starts."""
+    path, read = write(tmp_path, 10), []
+    digest = checkpoint._digest
+    monkeypatch.setattr(
+        checkpoint, "_digest", lambda file: (read.append(file.name), digest(file))[1]
+    )
+    checkpoint.verify(path)
+    checkpoint.verify(tmp_path / "." / path.name)
+    assert sorted(read) == ["state.json", "weights.bin"]
+    weights = path / "model/weights.bin"
+    stat = weights.stat()
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    weights.write_bytes(b"abd")  # of the same size
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # and made to look as old
+    with pytest.raises(CheckpointError, match=r"weights\.bin is damaged"):
+        checkpoint.verify(path)
 
 
 def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
