@@ -20,7 +20,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from miles.errors import ConfigError, EngineError, RoutingError, WorkerError
+from miles.errors import ConfigError, EngineError, MilesError, RoutingError, WorkerError
 from miles.router.accounts import ACTIVE, Account, Accounts, summarize
 from miles.router.bindings import Binding, Bindings, InFlight, place
 from miles.router.upstream import Upstream
@@ -133,7 +133,7 @@ class Router:
 
         When that engine is found dead or unwell, it is drained and the request tried on another. An
         error of an engine that is well is the request's own, and raised. Raises `RoutingError`
-        without a key, or when no engine serves; `EngineError` and `WorkerError` from engines.
+        without a key, or when no engine serves; `EngineError`, and what else a well engine raises.
         """
         with Account(self._accounts, request) as account:
             attempt = 0
@@ -153,8 +153,8 @@ class Router:
                         account.complete(completion, binding)
                         upstream.answered()
                         return completion
-                await self._judge(upstream, request.key, f"request {request.id!r}", failure)
-                self._try_again(failure, attempt)
+                what, final = f"request {request.id!r}", self._last(attempt)
+                await self._judge(upstream, request.key, what, failure, final)
 
     async def _stream(self, request: Request) -> AsyncGenerator[Array | Completion, None]:
         """As `generate`: (new tokens,) int32 arrays as they are decoded, then the whole
@@ -183,8 +183,8 @@ class Router:
                         )
                     except _FAILURES as error:
                         failure = error
-                await self._judge(upstream, request.key, f"request {request.id!r}", failure)
-                self._try_again(failure, self._attempts if given else attempt)
+                final = "tokens of it were streamed" if given else self._last(attempt)
+                await self._judge(upstream, request.key, f"request {request.id!r}", failure, final)
 
     async def _items(
         self, upstream: Upstream, items: AsyncIterator[Any]
@@ -234,20 +234,33 @@ class Router:
         why = "; ".join(f"{u.name}: {u.drained}" for u in self._upstreams)
         return RoutingError(f"router: no engine can take {what}: all are drained ({why})")
 
-    async def _judge(self, upstream: Upstream, key: str, what: str, error: Exception) -> None:
-        """Find out whose failure it was. Returns with the engine drained, or raises the error when
-        the engine is well, so that the request itself must be what it cannot serve."""
+    async def _judge(
+        self, upstream: Upstream, key: str, what: str, error: Exception, final: str
+    ) -> None:
+        """Find out whose failure it was: an engine that is unwell is drained. Returns when `what`
+        may be tried on another; raises when the engine is well, so that this is what it cannot
+        serve, and when there is a reason, `final`, to try no other."""
         if not upstream.drained:
             wrong = await self._watch.ask(upstream)
             if wrong:
                 self._watch.drain(upstream, f"it failed {what}, and {wrong} ({_words(error)})")
             elif not upstream.drained and not self._relapsed(upstream, key):
-                if isinstance(error, TimeoutError):
-                    raise EngineError(
-                        f"engine {upstream.name}: no answer to {what} within "
-                        f"{self._request_timeout_s:g} s, though it says that it is well"
-                    ) from error
-                raise error
+                if isinstance(error, MilesError):
+                    raise error
+                raise self._unserved(upstream, what, error, "it says that it is well") from error
+        if final:
+            raise self._unserved(upstream, what, error, f"not tried elsewhere: {final}") from error
+        self._accounts.retries += 1
+
+    def _last(self, attempt: int) -> str:
+        return f"it was attempt {attempt} of {attempt}" if attempt >= self._attempts else ""
+
+    def _unserved(self, upstream: Upstream, what: str, error: Exception, why: str) -> EngineError:
+        text = _words(error)
+        if isinstance(error, TimeoutError) and not str(error):
+            limit = f"no answer within {self._request_timeout_s:g} s"
+            text = "the engine was drained" if upstream.drained else limit
+        return EngineError(f"engine {upstream.name}: {what}: {text}; {why}")
 
     def _relapsed(self, upstream: Upstream, key: str) -> bool:
         """Whether an engine that says it is well has failed too many keys in a row, and is drained
@@ -262,15 +275,6 @@ class Router:
         keys = ", ".join(sorted(upstream.failed_keys))
         self._watch.drain(upstream, f"it says that it is well and failed in a row: {keys}")
         return True
-
-    def _try_again(self, failure: Exception, attempt: int) -> None:
-        """Raises the failure when there were enough attempts."""
-        if attempt >= self._attempts:
-            if isinstance(failure, TimeoutError):
-                failure = EngineError("router: the engine was drained while it answered")
-            failure.add_note(f"attempt {attempt} of at most {self._attempts}")
-            raise failure
-        self._accounts.retries += 1
 
     # ---- the rest of `Engine`, over all that serve
 
@@ -289,8 +293,8 @@ class Router:
                 return values
             except _FAILURES as error:
                 failure = error
-            await self._judge(upstream, "a score", f"a score of {len(tokens)} tokens", failure)
-            self._try_again(failure, attempt)
+            what = f"a score of {len(tokens)} tokens"
+            await self._judge(upstream, "a score", what, failure, self._last(attempt))
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
         """End requests of these keys (None: all), each where it is bound; how many there were."""
