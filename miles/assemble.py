@@ -7,20 +7,24 @@ What a stage then does is `miles.stage`.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
+from miles.batch import Receipt
 from miles.buffer import Buffer
+from miles.engines import Engines
 from miles.errors import ConfigError
 from miles.placement import Colocated, Split
 from miles.pool import Pool
 from miles.protocols import Context, Handle, Spec
-from miles.remote import RemoteEngine, RemoteTrainer
+from miles.remote import RemoteTrainer
 from miles.settings import Settings
 from miles.stage import Shared, Stage
+from miles.weights import Weights
 
 __all__ = ["build"]
 
@@ -48,12 +52,20 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     stage.environment_name = specs["environment"].name
     stage.selector = make(specs["selector"])
     stage.algorithm = make(specs["algorithm"])
-    stage.transport = make(specs["transport"])
     stage.evaluator = make(specs["evaluator"])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
         tasks.create_task(_place_rollouts(stage, plan.stages[index:], context))
-    sides = [stage.trainer.handle, *([stage.sampler.handle] if stage.samples else ())]
+    stage.weights = Weights(
+        transport=make(specs["transport"]),
+        trainer=stage.trainer,
+        engines=stage.engines or Engines(shared.runtime, timeout_s=0, max_restarts=0),
+        pool=stage.pool,
+        timeout_s=settings.worker_timeout_s,
+        tell=partial(_published, shared),
+    )
+    engines = stage.engines.handles if stage.engines is not None and stage.samples else []
+    sides = [stage.trainer.handle, *engines]
     await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
     stage.buffer = Buffer(
         groups_per_step=settings.groups_per_step,
@@ -70,11 +82,11 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         starved_after_s=settings.starved_after_s,
     )
     stage.placement = Split()
-    if settings.placement == "colocated" and stage.sampler is not None:
+    if settings.placement == "colocated" and stage.engines is not None:
         stage.placement = Colocated(
             buffer=stage.buffer,
             trainer=stage.trainer,
-            engine=stage.sampler,
+            engine=stage.engines,
             drain_timeout_s=settings.episode_timeout_s,
         )
     return stage
@@ -125,9 +137,9 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         engine = tasks.create_task(_place_engine(stage, planned, context))
         workers = [tasks.create_task(_worker(stage.shared, r, parts, context, 1)) for r in roles]
     max_len = engine.result()
-    doors = stage.shared.doors if stage.sampler is not None else []
 
     async def connect(handle: Handle) -> Handle:
+        doors = [] if stage.engines is None else stage.engines.doors
         await handle.call("rollouts.connect", doors, max_len, timeout=60.0)
         return handle
 
@@ -157,17 +169,22 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
         return None
     parts = [sampling.specs[k] for k in ("model", "precision", "engine", "transport")]
     around = replace(context, settings=sampling.settings)
-    world = int(sampling.specs["engine"].config.get("workers", 1))
-    handle = await _worker(shared, "engine", parts, around, world)
-    stage.sampler = RemoteEngine(handle, timeout_s=stage.settings.worker_timeout_s)
-    if not shared.doors:
-        token = secrets.token_hex(16)
-        addresses = await handle.call_all("worker.listen", "127.0.0.1", token, timeout=60.0)
-        names = ["engine"] if world == 1 else [f"engine-{rank}" for rank in range(world)]
-        doors = zip(names, addresses, strict=True)
-        shared.doors = [[name, *address, token] for name, address in doors]
-    longest = (await stage.sampler.health()).get("max_len")
+    count = int(sampling.specs["engine"].config.get("workers", 1))
+    engines = shared.engines
+    if engines is None:
+        engines = shared.engines = Engines(
+            shared.runtime,
+            timeout_s=stage.settings.worker_timeout_s,
+            max_restarts=stage.settings.max_restarts,
+        )
+    await engines.build(parts, around, count=count)
+    stage.engines = engines
+    longest = (await engines.health()).get("max_len")
     return int(longest or context.model.decoder().max_len)
+
+
+def _published(shared: Shared, receipt: Receipt) -> None:
+    shared.tracking.moment("weights_published", msgspec.to_builtins(receipt))
 
 
 def _samples(registry: Any, spec: Spec) -> bool:

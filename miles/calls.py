@@ -223,6 +223,15 @@ class Peer:
     @classmethod
     async def dial(cls, name: str, address: tuple[str, int], token: str, timeout: float) -> Peer:
         """Connect. Raises `WorkerError` when nobody listens there."""
+        return cls(name, await cls._connect(name, address, token, timeout))
+
+    async def redial(self, address: tuple[str, int], token: str, timeout: float) -> None:
+        """Connect anew, to where the worker of this name listens now. Raises as `dial`."""
+        self._caller.connection.close()
+        self._caller = await self._connect(self.name, address, token, timeout)
+
+    @staticmethod
+    async def _connect(name: str, address: tuple[str, int], token: str, timeout: float) -> Caller:
         host, port = address
 
         def dead(what: str) -> WorkerError:
@@ -238,7 +247,7 @@ class Peer:
         if (sock := transport.get_extra_info("socket")) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         caller.connection.send(["hello", token])
-        return cls(name, caller)
+        return caller
 
     @property
     def lost(self) -> bool:

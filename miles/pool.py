@@ -129,6 +129,10 @@ class Pool:
         """Tell every worker which version the engines serve."""
         await self._all("rollouts.published", version)
 
+    async def rewire(self, doors: Sequence[Sequence[Any]]) -> None:
+        """Tell every worker where engines listen that were started again."""
+        await self._all("rollouts.rewire", doors)
+
     async def replaying(self, version: int) -> None:
         """Tell the engines inside the workers, which replay, which version they stand for."""
         await self._all("rollouts.replaying", version)

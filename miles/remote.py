@@ -5,6 +5,7 @@ Only names and plain values go through; what a method means is in `miles.protoco
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,8 @@ class RemoteTrainer:
         self.version = version
         self.certain = True
         """False once a step was lost: what weights the worker has is then unknown."""
+        self.idle = asyncio.Lock()
+        """Held during every call."""
         self._timeout_s = timeout_s
 
     async def step(self, batch: Batch) -> Update:
@@ -53,12 +56,12 @@ class RemoteTrainer:
         await self._all("trainer.wake")
 
     async def _all(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return await self.handle.call_all(target, *args, timeout=self._timeout_s, **kwargs)
+        async with self.idle:
+            return await self.handle.call_all(target, *args, timeout=self._timeout_s, **kwargs)
 
 
 class RemoteEngine:
-    """`Engine` in another process, or several alike. Weights never pass here: a transport moves
-    them. Requests go to the first; over several, a router spreads them."""
+    """`Engine` in another process. Weights never pass here: a transport moves them."""
 
     samples: ClassVar[bool] = True
 
@@ -74,40 +77,33 @@ class RemoteEngine:
         return self.handle.stream("engine.stream", request)
 
     async def score(self, tokens: Array) -> Array:
-        values: Array = await self.handle.call("engine.score", tokens, timeout=self._timeout_s)
+        values: Array = await self._call("engine.score", tokens)
         return values
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
-        return int(sum(await self._all("engine.abort", None if keys is None else list(keys))))
+        return int(await self._call("engine.abort", None if keys is None else list(keys)))
 
     async def pause(self) -> None:
-        await self._all("engine.pause")
+        await self._call("engine.pause")
 
     async def resume(self) -> None:
-        await self._all("engine.resume")
+        await self._call("engine.resume")
 
     async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
         raise TypeError("weights do not pass through the driver: publish them with a transport")
 
     async def version(self) -> int:
-        return int(min(await self._all("engine.version")))
+        return int(await self._call("engine.version"))
 
     async def health(self) -> Mapping[str, float]:
-        """Sums over the processes, except `max_len`, the smallest."""
-        each = await self._all("engine.health")
-        if len(each) == 1:
-            alone: Mapping[str, float] = each[0]
-            return alone
-        total = {name: sum(one.get(name, 0.0) for one in each) for name in each[0]}
-        if "max_len" in total:
-            total["max_len"] = min(one["max_len"] for one in each)
-        return total
+        answer: Mapping[str, float] = await self._call("engine.health")
+        return answer
 
     async def sleep(self) -> None:
-        await self._all("engine.sleep")
+        await self._call("engine.sleep")
 
     async def wake(self) -> None:
-        await self._all("engine.wake")
+        await self._call("engine.wake")
 
-    async def _all(self, target: str, *args: Any) -> list[Any]:
-        return await self.handle.call_all(target, *args, timeout=self._timeout_s)
+    async def _call(self, target: str, *args: Any) -> Any:
+        return await self.handle.call(target, *args, timeout=self._timeout_s)

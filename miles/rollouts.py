@@ -27,7 +27,8 @@ from miles.types import Group, Sampling, Task
 
 __all__ = ["Rollouts"]
 
-_DIAL_S = 30.0  # for an engine worker on the way to answer
+_DIAL_S = 30.0  # for an engine worker to take a connection
+_RESTART_S = 240.0  # that a request waits for an engine which is being started again
 
 
 @lru_cache(maxsize=1024)  # asked for by every attempt of a group
@@ -79,10 +80,20 @@ class Rollouts:
         ]
         if self._peers:
             limit = self.settings.worker_timeout_s
-            router = Router({p.name: RemoteEngine(p, timeout_s=limit) for p in self._peers})
+            router = Router(
+                {p.name: RemoteEngine(p, timeout_s=limit) for p in self._peers},
+                check_every_s=1.0,
+                readmission_timeout_s=_RESTART_S,
+            )
             self.sampler, self.sampler_max_len = await router.__aenter__(), max_len
         if not self._replays:
             self.engine, self.max_len = self.sampler, max_len
+
+    async def rewire(self, engines: Sequence[Sequence[Any]]) -> None:
+        """Dial those again whose connection has ended; arguments as of `connect`."""
+        for peer, (_, host, port, token) in zip(self._peers, engines, strict=True):
+            if peer.lost:
+                await peer.redial((host, port), token, _DIAL_S)
 
     async def published(self, version: int) -> None:
         """The engine workers now serve this version."""

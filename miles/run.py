@@ -220,7 +220,10 @@ class _Run:
         if self.interrupted:
             stage.interrupt()
         try:
-            await loop.train(stage)
+            async with asyncio.TaskGroup() as beside:
+                watch = beside.create_task(stage.weights.watch(), name="watch engines")
+                await loop.train(stage)
+                watch.cancel()
             if not self.interrupted and stage.shared.version < stage.last:
                 await stage.end_early()
         except BaseExceptionGroup as group:

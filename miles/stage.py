@@ -18,16 +18,18 @@ import msgspec
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.errors import BadReward, EngineError, RoutingError, RunError, WeightSyncError
+from miles.engines import Engines
+from miles.errors import BadReward, EngineError, RoutingError, RunError, WorkerError
 from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
 from miles.pool import Pool
 from miles.protocols import Handle
-from miles.remote import RemoteEngine, RemoteTrainer
+from miles.remote import RemoteTrainer
 from miles.settings import Settings
 from miles.tracking import Tracking
 from miles.types import Drop, Group, Sampling, Task
+from miles.weights import Weights
 
 __all__ = ["Shared", "Stage"]
 
@@ -55,8 +57,8 @@ class Shared:
     """Last version that was scored."""
     handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
-    doors: list[list[Any]] = field(default_factory=list)
-    """Where rollout workers reach engine workers: name, host, port, token of each."""
+    engines: Engines | None = None
+    """Engine workers, once there are any."""
 
 
 class Stage:
@@ -72,8 +74,8 @@ class Stage:
         self.measure = Measure()
         self.timing = self.measure.timing
         self.leases: list[Lease] = []  # to start again before anything new
-        self.sampler: Any = None  # engine that samples now (or, for evaluations, later)
-        self.samples = False  # whether this stage's own engine is the sampler
+        self.engines: Engines | None = None  # that sample now (or, for evaluations, later)
+        self.samples = False  # whether they sample for training in this stage
         self.failures = 0  # groups that failed since the last one that did not
         self.bad_rewards = 0  # of those, for their reward
         self.interrupted = False
@@ -85,9 +87,9 @@ class Stage:
     tito: Any
     algorithm: Any
     trainer: RemoteTrainer
-    transport: Any
     evaluator: Any
     pool: Pool
+    weights: Weights
     buffer: Buffer
     placement: Placement
 
@@ -121,7 +123,7 @@ class Stage:
             returned = partial(self.buffer.returned, lease.id)
         group = await self.pool.group(lease, samples, sampling, returned=returned)
         if group.failure is not None and group.failure.reason in _OF_ENGINES:
-            await self.sampler.health()  # raises when an engine is dead: it knows how it ended
+            await self.weights.recover()
         return group
 
     def judge(self, group: Group) -> Drop | None:
@@ -167,29 +169,12 @@ class Stage:
             return None
         self.published = True
         if self.samples:
-            receipt = await self._publish_to(self.sampler)
-            self.measure.engine_health(await self.sampler.health())
+            receipt = await self.weights.publish()
+            await self._ask_engines()
         else:
             receipt = Receipt(version=version, digest="", bytes=0, seconds=0.0)
             await self.pool.replaying(version)
         self.measure.rollouts(await self.pool.metrics())
-        return receipt
-
-    async def _publish_to(self, engine: RemoteEngine) -> Receipt:
-        limit = self.settings.worker_timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                receipt: Receipt = await self.transport.publish(
-                    self.trainer.version, trainer=self.trainer.handle, engines=[engine.handle]
-                )
-        except TimeoutError:
-            raise WeightSyncError(
-                f"publishing version {self.trainer.version} took longer than worker_timeout_s "
-                f"({limit:g} s)"
-            ) from None
-        await self.pool.published(receipt.version)
-        if receipt.digest:
-            self.shared.tracking.moment("weights_published", msgspec.to_builtins(receipt))
         return receipt
 
     async def evaluate(self, step: int) -> None:
@@ -222,16 +207,25 @@ class Stage:
         await self.evaluate(self.last)
 
     async def _score(self, version: int) -> Sequence[Score | Skipped]:
-        if self.sampler is None:
+        if self.engines is None:
             return [Skipped(set="all", reason="no stage of this run samples tokens")]
         if not self.samples:
-            await self._publish_to(self.sampler)
+            await self.weights.publish()
         results: Sequence[Score | Skipped] = await self.evaluator.evaluate(
             version, partial(loop.attempt, self)
         )
         if self.samples:
-            self.measure.engine_health(await self.sampler.health())
+            await self._ask_engines()
         return results
+
+    async def _ask_engines(self) -> None:
+        if self.engines is not None:
+            try:
+                health = await self.engines.health()
+            except WorkerError:
+                await self.weights.recover()
+                health = await self.engines.health()
+            self.measure.engine_health(health)
 
     def finish_step(self, step: int, groups: Sequence[Group], batch: Batch, update: Update) -> None:
         """Account for the step on disk, then tell everyone."""

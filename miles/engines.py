@@ -1,0 +1,116 @@
+"""The run's engine workers as one: asked after, put to sleep, and started again when they die.
+
+Weights are a transport's, requests a router's. What an engine is given that was started again, and
+who is told of it, is `miles.weights`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles.errors import WorkerError
+from miles.protocols import Context, Handle, Runtime, Spec
+
+__all__ = ["Engines"]
+
+_PROBE_S = 20.0  # for an engine to say its version, however busy
+_log = logging.getLogger(__name__)
+
+
+class Engines:
+    """Engine workers that all serve the same weights; `handles` for transports, `doors` for
+    rollout workers: name, host, port and token of each."""
+
+    def __init__(self, runtime: Runtime, *, timeout_s: float, max_restarts: int) -> None:
+        self.handles: list[Handle] = []
+        self.doors: list[list[Any]] = []
+        self.restarts = 0
+        self._runtime = runtime
+        self._timeout_s = timeout_s
+        self._max_restarts = max_restarts
+        self._parts: tuple[Spec, ...] = ()
+        self._context: Context | None = None
+
+    async def build(self, parts: Sequence[Spec], context: Context, *, count: int) -> None:
+        """Have `count` workers built of these parts, keeping those that are."""
+        if len(self.handles) != count:
+            await asyncio.gather(*(self._runtime.end(handle) for handle in self.handles))
+            self._parts, self._context = tuple(parts), context
+            names = ["engine"] if count == 1 else [f"engine-{i}" for i in range(count)]
+            started = await asyncio.gather(*(self._start(name) for name in names))
+            self.handles, self.doors = [s[0] for s in started], [s[1] for s in started]
+        elif (tuple(parts), context.settings) != (self._parts, self._settings):
+            self._parts, self._context = tuple(parts), context
+            rebuilds = (self._runtime.rebuild(h, parts, context) for h in self.handles)
+            await asyncio.gather(*rebuilds)
+
+    @property
+    def _settings(self) -> Any:
+        return None if self._context is None else self._context.settings
+
+    async def _start(self, name: str) -> tuple[Handle, list[Any]]:
+        if self._context is None:
+            raise WorkerError(f"{name}: it was never built")
+        handle = await self._runtime.start(name, self._parts, self._context)
+        token = secrets.token_hex(16)
+        address = await handle.call("worker.listen", "127.0.0.1", token, timeout=self._timeout_s)
+        return handle, [name, *address, token]
+
+    async def revive(self) -> bool:
+        """Start those again that are dead or do not answer; whether there were any. They have no
+        weights yet.
+
+        Raises the `WorkerError` of the first when all restarts of the run are used up.
+        """
+        faults = await asyncio.gather(*(_fault(handle) for handle in self.handles))
+        for index, fault in enumerate(faults):
+            if fault is None:
+                continue
+            if self.restarts >= self._max_restarts:
+                fault.add_note(f"max_restarts is {self._max_restarts}, and they are used up")
+                raise fault
+            self.restarts += 1
+            handle = self.handles[index]
+            _log.warning("%s is started again: %s", handle.name, fault)
+            await self._runtime.end(handle)
+            self.handles[index], self.doors[index] = await self._start(handle.name)
+        return any(fault is not None for fault in faults)
+
+    async def end_silent(self) -> bool:
+        """End workers that hang, so that nobody waits for them any more; whether any is dead."""
+        faults = await asyncio.gather(*(_fault(handle) for handle in self.handles))
+        dead = [handle for handle, fault in zip(self.handles, faults, strict=True) if fault]
+        await asyncio.gather(*(self._runtime.end(handle) for handle in dead))
+        return bool(dead)
+
+    async def health(self) -> Mapping[str, float]:
+        """Sums over the workers, except `max_len`, the smallest. Raises `WorkerError`."""
+        each: list[Mapping[str, float]] = await self._all("engine.health")
+        total = {name: sum(one.get(name, 0.0) for one in each) for name in each[0]}
+        if "max_len" in total:
+            total["max_len"] = min(one["max_len"] for one in each)
+        return total
+
+    async def sleep(self) -> None:
+        """Free device memory."""
+        await self._all("engine.sleep")
+
+    async def wake(self) -> None:
+        """Take it back."""
+        await self._all("engine.wake")
+
+    async def _all(self, target: str) -> list[Any]:
+        calls = (handle.call(target, timeout=self._timeout_s) for handle in self.handles)
+        return list(await asyncio.gather(*calls))
+
+
+async def _fault(handle: Handle) -> WorkerError | None:
+    try:
+        await handle.call("engine.version", timeout=_PROBE_S)
+    except WorkerError as error:
+        return error
+    return None

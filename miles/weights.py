@@ -1,0 +1,98 @@
+"""Brings the trainer's weights to the engines, and to engines that had to be started again.
+
+When a publish is due is the stage's affair, how tensors move a transport's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from miles.batch import Receipt
+from miles.engines import Engines
+from miles.errors import WeightSyncError, WorkerError
+from miles.pool import Pool
+from miles.remote import RemoteTrainer
+
+__all__ = ["Weights"]
+
+_WATCH_S = 5.0  # between looks at the engines
+
+
+class Weights:
+    """One publish at a time, of whatever the trainer then has."""
+
+    def __init__(
+        self,
+        *,
+        transport: Any,
+        trainer: RemoteTrainer,
+        engines: Engines,
+        pool: Pool,
+        timeout_s: float,
+        tell: Callable[[Receipt], None],
+    ) -> None:
+        """`timeout_s` is for one publish; `tell` hears of each that moved weights."""
+        self._transport = transport
+        self._trainer = trainer
+        self._engines = engines
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._tell = tell
+        self._turn = asyncio.Lock()
+
+    async def publish(self) -> Receipt:
+        """To every engine; those that die on the way are started again, and it begins anew.
+
+        Raises `WeightSyncError` when an engine that lives did not get them, and `WorkerError` when
+        the trainer is gone or an engine could not be started again.
+        """
+        async with self._turn:
+            return await self._publish()
+
+    async def recover(self) -> bool:
+        """Start engines again that are dead or hang, and bring all of them the same weights;
+        whether there were any. Raises as `publish`."""
+        async with self._turn:
+            if not await self._engines.revive():
+                return False
+            await self._pool.rewire(self._engines.doors)
+            async with self._trainer.idle:  # or a step could begin between two tensors
+                await self._publish()
+            return True
+
+    async def watch(self) -> None:
+        """Recover whenever it is needed; ends only when cancelled or when that fails."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if await self._engines.end_silent():  # a publish that waits for one must not hold us up
+                await self.recover()
+
+    async def _publish(self) -> Receipt:
+        while True:
+            try:
+                receipt = await self._send()
+            except (WorkerError, WeightSyncError):
+                if not await self._engines.revive():
+                    raise
+                await self._pool.rewire(self._engines.doors)
+                continue
+            await self._pool.published(receipt.version)
+            if receipt.digest:
+                self._tell(receipt)
+            return receipt
+
+    async def _send(self) -> Receipt:
+        version = self._trainer.version
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                receipt: Receipt = await self._transport.publish(
+                    version, trainer=self._trainer.handle, engines=self._engines.handles
+                )
+        except TimeoutError:
+            raise WeightSyncError(
+                f"publishing version {version} took longer than worker_timeout_s "
+                f"({self._timeout_s:g} s)"
+            ) from None
+        return receipt
