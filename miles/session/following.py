@@ -38,31 +38,32 @@ def follow(
     """After `stored`, which say `history`, with `new`. With `rebase`, a template that would rewrite
     history is followed; otherwise what is stored is kept. Raises what the handler raises, of it
     `TokenMismatch` only when history is kept."""
-    deviates = _rewrites(tito, stored, history, new, tools, always=rebase)
-    if not (rebase and deviates):
-        try:
-            return Following(False, tito.extend(stored, history, new, tools=tools), deviates)
-        except TokenMismatch:
-            if not rebase:
-                raise
-    return Following(True, tito.render([*history, *new], tools=tools))
+    deviates = _may_rewrite(tito, history, new, tools, rebase=rebase)
+    if deviates and (rebase or not hasattr(tito, "rewrites")):
+        # what an earlier rebase dropped is in the messages still, but no longer in the tokens
+        whole = tito.render([*history, *new], tools=tools)
+        deviates = not tito.decode(whole).startswith(tito.decode(stored))
+        if rebase and deviates:
+            return Following(True, whole)
+    try:
+        return Following(False, tito.extend(stored, history, new, tools=tools), deviates)
+    except TokenMismatch:
+        if not rebase:
+            raise
+        return Following(True, tito.render([*history, *new], tools=tools))
 
 
-def _rewrites(
+def _may_rewrite(
     tito: Tito,
-    stored: Array,
     history: Sequence[Message],
     new: Sequence[Message],
     tools: Sequence[Tool],
     *,
-    always: bool,
+    rebase: bool,
 ) -> bool:
-    """Whether the template would now write earlier turns differently. A handler that knows has a
-    method `rewrites`; for others the whole rendering is compared with what is stored, as text,
-    `always` or where there is reasoning that it might drop."""
+    """Whether the template might now write earlier turns differently. A handler that knows has a
+    method `rewrites`; others might whenever there is reasoning to drop, and with `rebase`, where
+    it decides what is sampled after, always."""
     if (knows := getattr(tito, "rewrites", None)) is not None:
         return bool(knows(history, new, tools=tools))
-    if not always and not any(m.get("reasoning_content") for m in history):
-        return False
-    whole = tito.render([*history, *new], tools=tools)
-    return not tito.decode(whole).startswith(tito.decode(stored))
+    return rebase or any(m.get("reasoning_content") for m in history)
