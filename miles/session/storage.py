@@ -36,6 +36,11 @@ class Storage:
         self._reserved_at = 0  # and from where on
 
     @property
+    def stored(self) -> int:
+        """Tokens of turns; those of a prompt that is being answered are left out."""
+        return len(self.tokens) if self._reserved < 0 else self._reserved_at
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(column.nbytes for column in self.columns.values())

@@ -7,7 +7,7 @@ It asks no engine (`miles.session.dialogue`) and writes no file (`miles.session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -102,6 +102,11 @@ class Session:
         return messages_of(self._storage.tip)
 
     @property
+    def replies(self) -> Iterator[Message]:
+        """What was sampled in every stored turn, in the stored spelling."""
+        return (node.message for node in self._storage.nodes.values())
+
+    @property
     def turns(self) -> int:
         """Turns that are stored."""
         return len(self._storage.nodes)
@@ -109,11 +114,7 @@ class Session:
     @property
     def tokens(self) -> int:
         """Tokens that are stored, of all branches."""
-        return (
-            len(self._storage.tokens)
-            if not self._pending
-            else sum(n.stop - n.start for n in self._storage.nodes.values())
-        )
+        return self._storage.stored
 
     @property
     def nbytes(self) -> int:

@@ -79,7 +79,7 @@ def _spelled(session: Session) -> dict[str, str]:
     """Arguments of every tool call that was sampled, by its id."""
     return {
         call["id"]: call["function"]["arguments"]
-        for message in session.messages
+        for message in session.replies
         for call in message.get("tool_calls") or ()
     }
 

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from miles.errors import MilesError, UnsupportedRequest
@@ -276,6 +276,11 @@ async def _body(request: Request, *, optional: bool = False) -> dict[str, Any]:
 
 
 async def _nowhere(request: Request) -> Response:
+    for route in request.app.routes[:-1]:
+        if route.matches(request.scope)[0] is Match.PARTIAL:
+            allowed = ", ".join(sorted(route.methods))
+            what = f"{request.method} {request.url.path} is not answered, but {allowed} is"
+            raise HTTPException(405, what, {"allow": allowed})
     apis = ", ".join(f"/v1/{name}" for name in [*APIS, "models"])
     raise HTTPException(
         404,

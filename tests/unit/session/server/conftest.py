@@ -207,7 +207,7 @@ def thinking() -> type[Thinking]:
     return Thinking
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def talk() -> Iterator[Running]:
     """A server whose engine says one text over and over."""
     with running(Script("Hello there, żółw 🐢!")) as server:
