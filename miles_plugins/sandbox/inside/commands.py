@@ -6,10 +6,11 @@ When to start or kill it is the supervisor's business.
 import _signal
 import errno
 import gc
+import io
 import os
 import sys
 
-from miles_plugins.sandbox.inside.processes import adopt_orphans, set_dumpable
+from miles_plugins.sandbox.inside.processes import adopt_orphans, end_process, set_dumpable
 
 __all__ = ["Job", "Stream", "become", "run_snippet", "snippet_of"]
 
@@ -135,24 +136,67 @@ def become(argv, *, standard, folder, env, rlimits, snippet):
 
 
 def run_snippet(argv, source):
-    """Run source as `python3 -c` does; what it raises is the interpreter's to handle, as usual."""
+    """Run source as `python3 -c` does. What it raises is the interpreter's to handle, as usual; an
+    ordinary end is made short, because taking the interpreter apart costs more than most snippets.
+    """
     for name in [n for n in sys.modules if n.startswith("miles_plugins.sandbox.inside")]:
         del sys.modules[name]
-    main, before = type(sys)("__main__"), sys.modules["__main__"]
+    before, modules = sys.modules["__main__"], set(sys.modules)
+    main = sys.modules["__main__"] = type(sys)("__main__")
     main.__loader__ = getattr(before, "__loader__", None)
     main.__annotations__ = {}
-    sys.modules["__main__"] = main
     sys.argv = ["-c", *(os.fsdecode(word) for word in argv[3:])]
-    gc.unfreeze()
     gc.enable()
+    names = id(main.__dict__)
 
     def told(kind, error, trace):
-        while trace is not None and trace.tb_frame.f_globals is not main.__dict__:
+        while trace is not None and id(trace.tb_frame.f_globals) != names:
             trace = trace.tb_next  # the supervisor's own frames
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = told
     exec(compile(source, "<string>", "exec", dont_inherit=True), main.__dict__)
+    if _ends_simply(set(sys.modules) - modules):
+        del main
+        _end()
+
+
+def _ends_simply(imported):
+    """Whether all that is left to do is what `_end` does."""
+    import atexit
+
+    library = os.path.dirname(os.__file__) + os.sep
+    for name in imported:
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None) or library
+        if not str(file).startswith(library) or "site-packages" in str(file):
+            return False  # somebody's module, which may hold files open
+    return not atexit._ncallbacks() and type(sys.stdout) is type(sys.__stdout__)
+
+
+def _end():
+    """The interpreter's own order: threads, `__main__`, streams, then the C library. Returns when a
+    stream cannot be written, which the interpreter then reports."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading._shutdown()
+    for each in gc.get_objects():  # in a cycle, a file may be closed before what it buffers
+        if isinstance(each, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            _flush(each)
+    del sys.modules["__main__"]
+    gc.collect()  # what was there before the snippet is frozen, and not looked at
+    if all(map(_flush, (sys.stdout, sys.__stdout__, sys.stderr))):
+        end_process()
+
+
+def _flush(stream):
+    """False when that fails."""
+    try:
+        if stream is not None and not stream.closed:
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _which(name, env):

@@ -82,7 +82,36 @@ print(__main__.A is A, pickle.loads(pickle.dumps(A())).x)
     "asyncio": "import asyncio; print(asyncio.run(asyncio.sleep(0, 5)))",
     "hook": "import sys; sys.excepthook = lambda *a: print('own', a[0].__name__); 1/0",
     "imports": "import json, sys; print(json.dumps([1])); print('miles_plugins' in sys.modules)",
-    "collector": "import gc; print(gc.isenabled(), gc.get_freeze_count())",
+    "collector": "import gc; print(gc.isenabled(), gc.get_threshold())",
+    "cycle": """
+class File:
+    def __init__(self):
+        self.file, self.own = open('out', 'w'), self
+        self.file.write('in a cycle')
+    def __del__(self):
+        print('deleted', flush=True)
+kept = File()
+""",
+    "own module": """
+open('mine.py', 'w').write("f = open('out', 'w'); f.write('of a module')")
+import mine
+""",
+    "c library": "import ctypes; ctypes.CDLL(None).printf(b'buffered')",
+    "full": "import os, sys; os.dup2(os.open('/dev/full', 1), 1); print('lost')",
+    "other stream": "import io, sys; sys.stdout = io.StringIO(); print('into the void')",
+    "closed stream": "import os; os.close(1); print('lost')",
+    "daemon": """
+import threading, time
+threading.Thread(target=lambda: time.sleep(60), daemon=True).start()
+print('done')
+""",
+    "logging": "import logging; logging.warning('said')",
+    "private": """
+class Last:
+    def __del__(self):
+        print('last', _early is None)
+_early, late = 1, Last()
+""",
     "stdout closed": "import sys; sys.stdout.close()",
     "many bytes": "import sys; sys.stdout.buffer.write(bytes(range(256)))",
     "future": "from __future__ import annotations\nx: nothing = 1\nprint(__annotations__)",
