@@ -16,7 +16,9 @@ __all__ = ["miles_commands"]
 
 @miles.hookimpl
 def miles_commands(subparsers: Any) -> None:
-    """`miles convert`: other checkpoint formats to a Hugging Face directory."""
+    """`miles convert`: other checkpoint formats to a Hugging Face directory. `miles tito verify`:
+    a checkpoint's tito handler against the grid, its template and a live engine."""
+    _add_tito(subparsers)
     words = "turn a GGUF file into a Hugging Face directory, offline"
     command = subparsers.add_parser("convert", help=words, description=words + ".")
     sources = command.add_subparsers(title="sources", metavar="SOURCE", required=True)
@@ -33,3 +35,38 @@ def _convert(args: Any) -> int:
     from miles_plugins.model.gguf import convert_command
 
     return convert_command(args)
+
+
+def _add_tito(subparsers: Any) -> None:
+    words = "messages to tokens and back"
+    command = subparsers.add_parser("tito", help=words, description=words + ".")
+    actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
+    words = "hold a checkpoint's handler against conversations, its own template, a live engine"
+    verify = actions.add_parser("verify", help=words, description=words + ".")
+    verify.add_argument("--model", type=Path, required=True, metavar="DIR", help="the checkpoint")
+    verify.add_argument("--tito", default="", metavar="NAME", help="this handler, not the detected")
+    verify.add_argument(
+        "--template", type=Path, metavar="FILE", help="ask this template instead of its own"
+    )
+    verify.add_argument(
+        "--unverified", action="store_true", help="as tito.unverified=true: nothing vouches for it"
+    )
+    verify.add_argument(
+        "--live", default="", metavar="URL", help="an engine with /generate, or a session server"
+    )
+    verify.add_argument("--key", default="", metavar="KEY", help="bearer token for --live")
+    verify.set_defaults(func=_verify_tito)
+
+
+def _verify_tito(args: Any) -> int:
+    from miles.testing.tito_verify import find, report
+
+    if not args.model.is_dir():
+        raise miles.ConfigError(f"--model: {args.model} is not a directory")
+    if args.template is not None and not args.template.is_file():
+        raise miles.ConfigError(f"--template: {args.template} is not a file")
+    template = args.template.read_text(encoding="utf-8") if args.template else ""
+    found = find(args.model, name=args.tito, unverified=args.unverified, registry=args.registry)
+    good, lines = report(found, args.model, live=args.live, key=args.key, template=template)
+    print(*lines, sep="\n")
+    return 0 if good else 1

@@ -18,7 +18,13 @@ Tool = Mapping[str, Any]
 @runtime_checkable
 class Tito(Protocol):
     """How one model family's messages become tokens, and back. Append-only by contract:
-    for every conversation, stored tokens + `extend` is what the next prompt is."""
+    for every conversation, stored tokens + `extend` is what the next prompt is.
+
+    Optional: `rewrites(history, messages, *, tools=()) -> bool`, whether the template, now that
+    `messages` follow, would take back something of `history` that it showed when its last turn was
+    sampled (old reasoning, as a rule), which `extend` keeps; `multimodal`, true when images in
+    messages are carried, one placeholder each.
+    """
 
     stop_ids: tuple[int, ...]
     """Ids that end an assistant turn."""

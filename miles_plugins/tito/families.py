@@ -171,6 +171,7 @@ class KimiK25(Rendered):
     )
     open_arguments = ("thinking",)
     tools_by_code = True
+    rewritten_by = ("user", "tool")
 
 
 class MiniMaxM2(Rendered):

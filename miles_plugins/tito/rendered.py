@@ -72,6 +72,8 @@ class Rendered:
     """Template arguments that a run may choose; every other is fixed."""
     appendable: ClassVar[tuple[str, ...]] = ("user", "tool", "system")
     """Roles that may follow an assistant's turn."""
+    rewritten_by: ClassVar[tuple[str, ...]] = ("user",)
+    """Roles whose messages may make the template take back reasoning."""
     next_role_closes: ClassVar[tuple[str, ...]] = ()
     """Where no mark of its own ends a turn: the tokens of the roles that follow a turn without and
     with tool calls."""
@@ -197,7 +199,8 @@ class Rendered:
     ) -> bool:
         """Whether the template, now that `messages` follow, would take back something of `history`
         that it showed when the last turn was sampled: reasoning, as a rule."""
-        if self._renderer.is_prefix_stable or not any(_reasons(m) for m in history):
+        asked = any(m.get("role") in self.rewritten_by for m in messages)
+        if self._renderer.is_prefix_stable or not asked or not any(map(_reasons, history)):
             return False
         past = self._plain(history)
         whole = self._render([*past, *self._plain(messages)], tools, opened=True)
