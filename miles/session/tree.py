@@ -163,8 +163,7 @@ class Session:
         return leaves
 
     def _last_words(self) -> str:
-        tip = self._storage.tip
-        if tip is None:
+        if (tip := self._storage.tip) is None:
             return ""
         return self._spoken(self._storage.tokens.rows(tip.split, tip.stop), self._tito.stop_ids)
 
