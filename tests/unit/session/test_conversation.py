@@ -16,6 +16,7 @@ from miles import (
     EngineError,
     EpisodeError,
     GenerationAborted,
+    HistoryMismatch,
     PromptTooLong,
     Sampling,
     Span,
@@ -229,6 +230,61 @@ def test_demonstration_is_the_solution_with_its_stop_id():
     np.testing.assert_array_equal(np.flatnonzero(sample.trainable), [6, 7, 8])
 
 
+def test_demonstration_of_several_turns_says_the_assistants_messages_in_order():
+    solution = (
+        {"role": "assistant", "content": "one"},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "two"},
+    )
+    said = [completion([*text, STOP], logprobs=False) for text in (b"one", b"two")]
+    engine = Scripted(said, samples=False)
+    talk = conversation(engine, solution=solution)
+
+    async def run():
+        await talk.turn(user("go"))
+        await talk.turn([{"role": "tool", "content": "1"}])
+        await talk.turn(user("more"))
+
+    with pytest.raises(
+        EpisodeError, match="nothing to demonstrate in turn 2: the solution has 2 assistant"
+    ):
+        asyncio.run(run())
+    for request, wanted in zip(engine.asked, said, strict=True):
+        np.testing.assert_array_equal(request.demonstration, wanted.tokens)
+    assert int(talk.trajectory(reward=1.0).samples[0].trainable.sum()) == 8
+
+
+def test_demonstration_of_one_text_is_one_turn_long():
+    engine = Scripted([completion([*b"19", STOP], logprobs=False)], samples=False)
+    talk = conversation(engine, solution="19")
+
+    async def run():
+        await talk.turn(user("a"))
+        await talk.turn(user("b"))
+
+    with pytest.raises(EpisodeError, match="in turn 1: a solution of one text is one turn long"):
+        asyncio.run(run())
+
+
+def test_tools_are_offered_in_every_turn_and_need_not_be_given_again():
+    from miles.testing import FakeTito
+
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    engine = Scripted([completion([65, 257]), completion([66, 257]), completion([67, 257])])
+    talk = conversation(engine, tito=FakeTito())
+
+    async def run():
+        await talk.turn(user("a"), tools=tools)
+        await talk.turn(user("b"))
+        await talk.turn(user("c"), tools=list(tools))
+        await talk.turn(user("d"), tools=({"function": {"name": "sub"}},))
+
+    with pytest.raises(HistoryMismatch, match="tools: sub offered, add when the conversation"):
+        asyncio.run(run())
+    assert len(engine.asked) == 3
+    assert FakeTito().decode(engine.asked[2].tokens).count("<turn>tools") == 1
+
+
 def test_demonstration_without_a_solution_says_so():
     talk = conversation(Scripted([], samples=False))
     with pytest.raises(
@@ -295,7 +351,9 @@ def test_values_of_another_length_than_the_tokens_are_the_engines_fault():
         tokens=said.tokens, logprobs=said.logprobs[:2], spans=said.spans, finish="stop"
     )
     talk = conversation(Scripted([broken]))
-    with pytest.raises(EngineError, match="turn 0: the engine gave 2 per-token values for 3 sampled tokens"):
+    with pytest.raises(
+        EngineError, match="turn 0: the engine gave 2 per-token values for 3 sampled tokens"
+    ):
         asyncio.run(talk.turn("x"))
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import tracemalloc
+from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from miles import (
     TokenMismatch,
     UnsupportedRequest,
 )
+from miles.session import Session
 from miles.testing import FakeTito
 from tests.unit.session.talk import (
     TITO,
@@ -26,6 +29,7 @@ from tests.unit.session.talk import (
     assistant,
     call,
     completion,
+    rules,
     say,
     session,
     user,
@@ -301,8 +305,6 @@ def test_keep_chooses_leaves(keep, texts):
 
 
 def forged(prompt):
-    from dataclasses import replace
-
     tokens = prompt.tokens.copy()
     tokens[3] = ord("X")
     return replace(prompt, tokens=tokens)
@@ -329,8 +331,6 @@ def test_commit_that_does_not_extend_the_stored_tokens_fails_the_trajectory():
 
 
 def test_commit_of_an_equal_prompt_that_was_away_is_taken():
-    from dataclasses import replace
-
     talk = session()
     prompt = talk.prompt([user("abc")])
     talk.commit(replace(prompt, tokens=prompt.tokens.copy()), completion("x"))
@@ -496,9 +496,6 @@ def test_prompt_that_leaves_no_room_marks_the_session_truncated():
 def test_the_shorter_of_two_limits_counts():
     assert session(max_tokens=40).max_tokens == 40
     assert session(max_tokens=None).max_tokens == 0
-    from miles.session import Session
-    from tests.unit.session.talk import rules
-
     assert Session("s", TITO, rules=rules(max_tokens=30), max_tokens=40).max_tokens == 30
     assert Session("s", TITO, rules=rules(max_tokens=30)).max_tokens == 30
 
@@ -640,8 +637,6 @@ def test_short_turns_of_sampled_tokens_alone_stay_within_the_bound():
 
 
 def test_committing_costs_the_turns_own_tokens_whatever_came_before():
-    from time import perf_counter
-
     def costs():
         talk, times = session(), []
         for turn in range(101):
