@@ -124,7 +124,7 @@ class DaytonaBoxes:
             return Fault()
         if isinstance(error, errors.DaytonaFileNotFoundError | errors.DaytonaValidationError):
             return Fault()
-        status = error.status_code
+        status = _status(error)
         if status is not None:
             asked = {str(k).lower(): v for k, v in error.headers.items()}.get("retry-after")
             return Fault(
@@ -139,6 +139,16 @@ class DaytonaBoxes:
     async def close(self) -> None:
         """Close the SDK's connections."""
         await self._client.close()
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status of an answer; transfers of files keep it only in the cause."""
+    while error is not None:
+        for name in ("status_code", "status"):
+            if isinstance(status := getattr(error, name, None), int):
+                return status
+        error = error.__cause__
+    return None
 
 
 def _seconds(moment: Any) -> float:

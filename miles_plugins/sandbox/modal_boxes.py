@@ -1,8 +1,9 @@
 """Modal's SDK, asked for what a remote box needs.
 
 It judges errors and builds requests; labels and commands' semantics are not its business. Files
-travel through commands, whose streams are bytes: Modal's own file API needs a helper program in the
-image.
+travel through commands, whose streams are bytes: Modal's own file API needs a program of Modal's in
+the image. The SDK itself repeats requests that a broken connection interrupts, under one key, so
+that they happen once; what is left after that is tried again by `provider.ask`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import modal
+from grpclib.exceptions import StreamTerminatedError
 from modal import exception
 from modal.config import config as modal_config
 
@@ -140,7 +142,8 @@ class ModalBoxes:
         if isinstance(error, ended | exception.ConflictError | exception.NotFoundError):
             return Fault(gone=True)
         passing = exception.ServiceError | exception.InternalError | exception.InternalFailure
-        if isinstance(error, passing | exception.ConnectionError | exception.TimeoutError):
+        broken = exception.ConnectionError | exception.TimeoutError | StreamTerminatedError
+        if isinstance(error, passing | broken):
             return Fault(retryable=True)
         return Fault()
 

@@ -139,9 +139,7 @@ async def ask(
                 return await call()
         except SandboxError:
             raise
-        except (
-            Exception
-        ) as error:  # an SDK raises anything, from its own errors to HTTP's and JSON's
+        except Exception as error:  # an SDK raises anything, from HTTP's errors to JSON's
             fault = judged(provider, error)
             said = f"{provider.title}: cannot {what}: {words(error, limit_s)}"
             again = fault.retryable and (fault.refused or not only_refused)

@@ -234,7 +234,7 @@ class RemoteBox:
 
 
 def _argv(command: str | Sequence[str], env: Mapping[str, str] | None) -> list[str]:
-    argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
+    argv = list(map(_plain, ["sh", "-c", command] if isinstance(command, str) else command))
     if not argv:
         raise ValueError("a command needs at least one word")
     if not env:
@@ -243,11 +243,23 @@ def _argv(command: str | Sequence[str], env: Mapping[str, str] | None) -> list[s
         if not name or "=" in name:
             raise ValueError(f"{name!r} cannot be the name of an environment variable")
     # `env` takes a first word with = in it for another variable, so a shell stands between
-    return ["env", *(f"{k}={v}" for k, v in env.items()), "sh", "-c", 'exec "$@"', "sh", *argv]
+    return [
+        "env",
+        *(_plain(f"{k}={v}") for k, v in env.items()),
+        "sh",
+        "-c",
+        'exec "$@"',
+        "sh",
+        *argv,
+    ]
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")  # a model may write lone surrogates
+
+
+def _plain(text: str) -> str:
+    return _bytes(text).decode()
 
 
 def _blocks(lines: Sequence[bytes]) -> list[bytes]:

@@ -49,13 +49,15 @@ reap() {
   done
 }
 
-# In the background: wait, then end the command; a TERM ends the waiting.
+# In the background: wait, then end the command; a TERM, whenever it comes, ends the waiting.
 limit() {
-  trap 'kill $waiting 2>/dev/null; exit 0' TERM
+  over='' waiting=''
+  trap 'over=1; kill $waiting' TERM
   sleep "$1" &
   waiting=$!
+  [ -z "$over" ] || kill "$waiting"
   wait "$waiting"
-  waiting=
+  [ -z "$over" ] || exit 0
   : >"$job/late"
   reap
 }
@@ -81,9 +83,11 @@ run() {
   shift 6
   mkdir -m 700 "$job" && mkfifo "$job/1" "$job/2" || exit 125
   exec 2>/dev/null
-  keep "$job/out" <"$job/1" >/dev/null &
-  keep "$job/err" <"$job/2" >/dev/null &
-  limit "$seconds" </dev/null >/dev/null &
+  # a subshell first, whose only output is /dev/null: a shell keeps a copy of what it redirects for
+  # a function, and the answer's end would be held open by it
+  (keep "$job/out" <"$job/1") >/dev/null &
+  (keep "$job/err" <"$job/2") >/dev/null &
+  (limit "$seconds") </dev/null >/dev/null &
   clock=$!
   (cd "$place" && export MILES_JOB="$mark" && exec "$@") >"$job/1" 2>"$job/2" <"$feed"
   code=$?

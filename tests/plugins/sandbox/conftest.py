@@ -29,7 +29,7 @@ class Vendor:
 
     def order(self, at: str, **fault: Any) -> None:
         """Let the next `times` requests of a sort go wrong: `status` (with `headers`), `reset`,
-        `hang_s`, `die_s`; `after` does what was asked first."""
+        `hang_s`, `die_s`; `after` does what was asked first, then waits `linger_s`."""
         self._ask("/fault", {"at": at, **fault})
 
     def reset(self) -> None:
@@ -170,6 +170,10 @@ def open_vendor(
         vendor.reset()
         for key, value in kind.environment(vendor.url.removesuffix("/api")).items():
             monkeypatch.setenv(key, value)
+        if kind.package == "modal":  # its client, with credentials, is made once a process
+            from modal.client import _Client
+
+            monkeypatch.setattr(_Client, "_client_from_env", None)
         return Case(name, kind, vendor, tmp_path)
 
     return opened

@@ -7,6 +7,8 @@ import pytest
 
 from miles.testing import contract
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     pytest.param(name, check, config, id=f"{name}-{check.name}")
     for name, config in {"daytona": None, "e2b": None, "modal": None, "agentenv": "own"}.items()

@@ -41,6 +41,7 @@ class Server:
         response = None
         if fault.get("after"):
             response = await handler(request)  # done, and then nobody hears of it
+            await asyncio.sleep(fault.get("linger_s", 0))
         if fault.get("reset"):
             request.transport.abort()
             return web.Response()

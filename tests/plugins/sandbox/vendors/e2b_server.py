@@ -107,6 +107,7 @@ class Server:
             await asyncio.sleep(fault["hang_s"])
         if fault.get("after"):
             await self.application(scope, receive, discard)
+            await asyncio.sleep(fault.get("linger_s", 0))
         if fault.get("reset"):
             return send.__self__.transport.abort()  # uvicorn's own cycle of this request
         if "status" in fault:

@@ -140,7 +140,13 @@ async def control(host: Host) -> str:
         return web.json_response({"boxes": boxes, "asked": host.asked})
 
     app = web.Application()
-    app.add_routes([web.post("/fault", order), web.post("/reset", reset), web.get("/", look)])
+    app.add_routes(
+        [
+            web.post("/fault", order),
+            web.post("/reset", reset),
+            web.get("/", look),
+        ]
+    )
     return await listen(app)
 
 

@@ -41,16 +41,17 @@ async def faulty(host: Host, at: str, stream, box: str = ""):
     fault = host.fault(at, box)
     if fault.get("hang_s"):
         await asyncio.sleep(fault["hang_s"])
-    if fault.get("reset"):
-        stream._stream._transport.abort()
-        raise GRPCError(Status.UNAVAILABLE, "reset")
-    if "status" in fault and not fault.get("after"):
-        refuse(fault)
+    if not fault.get("after"):
+        go_wrong(fault, stream)
     return fault
 
 
-def refuse(fault: dict) -> None:
-    raise GRPCError(CODES[fault["status"]], "as ordered")
+def go_wrong(fault: dict, stream) -> None:
+    if fault.get("reset"):
+        stream._stream._transport.abort()
+        raise GRPCError(Status.UNAVAILABLE, "reset")
+    if "status" in fault:
+        raise GRPCError(CODES[fault["status"]], "as ordered")
 
 
 class Control(ModalClientBase):
@@ -59,6 +60,7 @@ class Control(ModalClientBase):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.url = ""
+        self.made: dict[str, Box] = {}
 
     def known(self, stream) -> None:
         if stream.metadata.get("x-modal-token-secret") != KEY:
@@ -97,7 +99,8 @@ class Control(ModalClientBase):
         self.known(stream)
         fault = await faulty(self.host, "create", stream)
         definition = asked.definition
-        box = self.host.create(
+        key = stream.metadata.get("x-idempotency-key")
+        box = self.made.get(key) or self.host.create(
             {tag.tag_name: tag.tag_value for tag in asked.tags},
             {
                 "timeout": definition.timeout_secs,
@@ -107,8 +110,9 @@ class Control(ModalClientBase):
                 "cpu": definition.resources.milli_cpu,
             },
         )
-        if fault.get("after"):
-            refuse(fault)
+        self.made[key] = box
+        await asyncio.sleep(fault.get("linger_s", 0))
+        go_wrong(fault, stream)
         await stream.send_message(
             api.SandboxCreateV2Response(
                 sandbox_id=box.id, task_id=f"ta-{box.id}", command_router_access=self.access()
@@ -205,12 +209,13 @@ class Router(TaskCommandRouterBase):
     async def TaskExecStart(self, stream):
         asked = await stream.recv_message()
         box = self.box(asked.task_id)
-        await faulty(self.host, "execute", stream, box.id)
+        fault = await faulty(self.host, "execute", stream, box.id)
         if asked.exec_id not in self.commands:
             process = await box.start(
                 list(asked.command_args), cwd=asked.workdir or None, stdin=asyncio.subprocess.PIPE
             )
             self.commands[asked.exec_id] = Command(process)
+        go_wrong(fault, stream)
         await stream.send_message(router.TaskExecStartResponse())
 
     async def TaskExecStdinWrite(self, stream):
