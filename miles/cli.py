@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from miles.errors import ConfigError, MilesError, PluginError
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         args.registry = registry
+        args.plan = partial(_plan, args)
         return int(args.func(args) or 0)
     except SystemExit as error:  # argparse has said what is wrong
         return error.code if isinstance(error.code, int) else USAGE
@@ -179,7 +181,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         from miles.run import expand_resume
 
         overrides = expand_resume(overrides)
-    return compose(overrides, registry=args.registry, folders=args.config_dir)
+    folders = getattr(args, "config_dir", [])
+    return compose(overrides, registry=args.registry, folders=folders)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -30,7 +30,10 @@ def miles_config_paths() -> str:  # type: ignore[empty-body]
 
 @hookspec
 def miles_commands(subparsers: Any) -> None:
-    """Add commands to the command line (an `argparse` subparsers object). All are called."""
+    """Add commands to the command line (an `argparse` subparsers object). All are called.
+
+    The function that a command sets as `func` gets the arguments, among them `registry`, and
+    `plan()`, which composes the words in `overrides` as a run would; it returns the exit code."""
 
 
 @hookspec

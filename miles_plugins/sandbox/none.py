@@ -89,6 +89,7 @@ class Unsandboxed:
             label=label("none", id, self._run),
             code=code,
             home=home,
+            folder=home,
             environment={
                 "PATH": os.environ.get("PATH", os.defpath),
                 "HOME": home,
@@ -101,11 +102,7 @@ class Unsandboxed:
             output_bytes=config.output_kb * 1024,
             file_bytes=config.file_mb << 20,
         )
-        try:
-            return await launch(how, id=id)
-        except BaseException:
-            shutil.rmtree(home, ignore_errors=True)
-            raise
+        return await launch(how, id=id)
 
     async def list(self) -> Sequence[BoxInfo]:
         """Boxes whose supervisor runs, and folders of those whose supervisor was killed."""

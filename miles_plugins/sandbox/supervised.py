@@ -10,6 +10,7 @@ import asyncio
 import logging
 import marshal
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,8 @@ class Launch:
     """Bytes that all processes of an isolated box may hold together."""
     files: int = 0
     """Files and folders that an isolated box may hold."""
+    folder: str = ""
+    """Deleted when the box is closed, in case its supervisor did not come to do so."""
     explain: Mapping[str, str] = field(default_factory=dict)
     """What to say when the starting command's error holds a text."""
 
@@ -280,6 +283,8 @@ class SupervisedBox:
             await _ended(self._process)
         if self._process.stderr is not None:
             self._process.stderr.close()
+        if self._how.folder:
+            await asyncio.to_thread(shutil.rmtree, self._how.folder, ignore_errors=True)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:

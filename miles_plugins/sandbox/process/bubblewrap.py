@@ -112,8 +112,18 @@ def arguments(
     """
     words = []
     if os.geteuid() == 0:  # root in a user namespace still reads what root may read
-        words = [shutil.which("setpriv") or "setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
-    words += [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+        words = [
+            shutil.which("setpriv") or "setpriv",
+            f"--reuid={_NOBODY}",
+            f"--regid={_NOBODY}",
+            "--clear-groups",
+        ]
+    words += [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+    ]
     words += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--hostname", id]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     words += ["--size", str(disk_bytes), "--tmpfs", "/"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import marshal
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -382,6 +383,18 @@ def sleeping(seconds: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def test_none_leaves_no_folder_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    async def do(box):
+        home = Path((await box.exec("pwd")).stdout.strip())
+        ((pid, _),) = of_run(tmp_path.name)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="failed: it "):
+            await box.exec("sleep 10")
+        return home
+
+    assert not in_box(tmp_path, do).exists()
 
 
 def test_none_lists_and_removes_folders_without_a_process(tmp_path: Path, monkeypatch) -> None:
