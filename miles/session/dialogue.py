@@ -36,13 +36,14 @@ async def turn(
     on_tokens: Callable[[Array], None] | None = None,
     demonstration: Callable[[int], Array] | None = None,
     timeout_s: float | None = None,
+    want_experts: bool = False,
 ) -> Turn:
     """Prompt, sample, store. `seed` is the session's; every turn derives its own. `sampling` has
     its stop ids (`with_stop_ids`), and gets no more new tokens than the context has room for.
     `on_tokens` is called with (new tokens,) int32 as they are decoded, or once with all where the
     engine has no `stream`. `demonstration` gives what turn n is to say, to an engine that replays.
     `timeout_s` is how long the engine may take, without it `session.upstream_timeout_s`; 0 leaves
-    it to the deadline of whoever waits.
+    it to the deadline of whoever waits. `want_experts` asks for the routing to replay.
 
     Raises what `Session.prompt` and `Session.commit` raise, and `EngineError` also when the engine
     takes too long. Whatever is raised, cancellation included, the session is as it was before. When
@@ -59,6 +60,7 @@ async def turn(
             seed=derive_seed(seed, prompt.index),
             demonstration=None if demonstration is None else demonstration(prompt.index),
             images=prompt.images,
+            want_experts=want_experts,
         )
         limit = session.rules.upstream_timeout_s if timeout_s is None else timeout_s
         if limit or on_tokens is not None:

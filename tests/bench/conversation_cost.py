@@ -4,25 +4,32 @@ sample, with an engine that answers at once.
     python tests/bench/conversation_cost.py [--rounds N]
 
 Prints the best of several rounds, in microseconds a trajectory, for a demonstration of raw text
-(supervised fine-tuning) and for a sampled answer to chat messages (single-turn RL).
+(supervised fine-tuning) and for a sampled answer to chat messages (single-turn RL); then, of a
+session of 100 turns and 100,000 tokens, what its 10th and its 100th turn cost (medians of the nine
+turns up to there, the best of the rounds), and its bytes by tracemalloc.
+
+Limits: the 100th commit at most 1.5 times the 10th; at most 16 bytes a token and 2 kB a turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 
 from miles import Completion, Context, Sampling, Span
-from miles.session import SessionConversation
+from miles.session import Session, SessionConversation
+from miles.testing import FakeTito
 from miles_plugins.tito.bytes import Bytes
 
 TITO = Bytes(Bytes.Config(), Context(directory=Path()))
 SAMPLING = Sampling(max_new_tokens=64, stop_ids=TITO.stop_ids)
-EACH = 2000
+EACH = 100
 
 
 class Instant:
@@ -52,17 +59,55 @@ async def play(cls: type, engine: Instant, prompt: object) -> float:
     return (time.perf_counter() - begun) / EACH
 
 
-def main() -> None:
-    """Measure and print."""
+def long_session() -> tuple[Session, np.ndarray]:
+    """A session of 100 turns and 100,000 tokens, and (turns, 2) seconds that its prompts and its
+    commits took."""
+    talk, times = Session("long", FakeTito()), []
+    for turn in range(100):
+        messages = [{"role": "user", "content": f"{turn:04d}" + "p" * 935}]
+        ids = np.full(40, 115, np.int32)
+        said = Completion(
+            tokens=ids,
+            logprobs=np.full(40, -0.5, np.float32),
+            spans=(Span(start=0, stop=40, version=0),),
+            finish="stop",
+        )
+        begun = time.perf_counter()
+        prompt = talk.prompt(messages, append=True)
+        prompted = time.perf_counter()
+        talk.commit(prompt, said)
+        times.append((prompted - begun, time.perf_counter() - prompted))
+    return talk, np.array(times)
+
+
+def report_long(rounds: int) -> bool:
+    """Print what a long session costs; whether that is within the limits."""
+    best = np.min([long_session()[1] for _ in range(rounds)], axis=0)  # (turns, 2)
+    for column, name in enumerate(("prompt", "commit")):
+        tenth, last = np.median(best[2:11, column]), np.median(best[91:, column])
+        ratio = last / tenth
+        print(f"{name}: {tenth * 1e6:.1f} µs at turn 10, {last * 1e6:.1f} at 100 ({ratio:.2f}x)")
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    talk, _ = long_session()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    print(f"memory: {taken:,} bytes for {talk.tokens:,} tokens in {talk.turns} turns")
+    return bool(ratio <= 1.5 and taken <= 16 * talk.tokens + 2000 * talk.turns)
+
+
+def main() -> int:
+    """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     chat = ({"role": "user", "content": "12+7="},)
     for name, samples, prompt in (("demonstration", False, "12+7="), ("chat", True, chat)):
         engine = Instant(samples=samples)
         best = min(asyncio.run(play(SessionConversation, engine, prompt)) for _ in range(rounds))
         print(f"{name}: {best * 1e6:.1f} µs a trajectory")
+    return 0 if report_long(rounds) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
