@@ -1,0 +1,3 @@
+"""NeMo Gym's resources servers for miles: tasks (`environment`), one attempt (`attempt`), the two
+spellings of messages (`spelling`), a server started from the package (`starting`, and inside it
+`serve`)."""
