@@ -102,8 +102,6 @@ class OpenEnv:
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
         """A client with a session of its own, once a place is free."""
-        from openenv.core import GenericEnvClient
-
         loop, config = asyncio.get_running_loop(), self.config
         place = self._places.setdefault(loop, asyncio.Semaphore(config.sessions))
         try:
@@ -114,10 +112,11 @@ class OpenEnv:
                 f"{config.sessions} are held at once (environment.sessions)"
             ) from None
         try:
+            make = await asyncio.to_thread(_client_class)
             url, headers = config.url, self._headers
             if self._server is not None:
                 url, headers = await asyncio.to_thread(self._server.url), self._server.headers
-            client = GenericEnvClient(
+            client = make(
                 base_url=url,
                 message_timeout_s=config.step_s,
                 headers=None if headers is None else dict(headers),
@@ -133,6 +132,13 @@ class OpenEnv:
                 await client.close()
         finally:
             place.release()
+
+
+def _client_class() -> Any:
+    """OpenEnv's client; importing it takes seconds, which no event loop should wait for."""
+    from openenv.core import GenericEnvClient
+
+    return GenericEnvClient
 
 
 def _check(config: OpenEnv.Config) -> None:
