@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -151,7 +152,7 @@ def test_last_rows_are_held_out_and_ids_change_with_their_rows(build, rows, tmp_
     assert [t.prompt[-1]["content"] for t in train] == ["0 + 1?", "1 + 1?"]
     assert [t.prompt[-1]["content"] for t in heldout] == ["2 + 1?"]
     other = tmp_path / "other.jsonl"
-    other.write_text(open(rows).read().replace('"expected": 1', '"expected": 7'))
+    other.write_text(Path(rows).read_text().replace('"expected": 1', '"expected": 7'))
     changed = build(url="http://127.0.0.1:9", data=str(other), heldout_data=rows)
     assert changed.tasks("train")[0].id != train[0].id and len(changed.tasks("heldout")) == 3
 

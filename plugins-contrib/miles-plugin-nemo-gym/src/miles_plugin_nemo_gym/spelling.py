@@ -1,5 +1,5 @@
-"""Messages, calls and tools in two spellings: that of the Responses API, in which NeMo Gym keeps its
-tasks and is answered, and that of chat completions, which templates read.
+"""Messages, calls and tools in two spellings: that of the Responses API, in which NeMo Gym keeps
+tasks and takes answers, and that of chat completions, which templates read.
 
 Plain dictionaries in and out; nothing is sent or stored.
 """

@@ -1,4 +1,4 @@
-"""A server process for an resources server: started with the first attempt, stopped with its owner.
+"""A process for a resources server: started with the first attempt, stopped with its owner.
 
 What happens inside the process is `serve`'s business.
 """
@@ -21,6 +21,7 @@ from miles import EpisodeError
 START_S = 120.0
 """Seconds that importing the package and opening the port may take on a busy machine."""
 STOP_S = 10.0
+_CHILD = "miles_plugin_nemo_gym.serve"
 
 
 _servers: weakref.WeakValueDictionary[str, LocalServer] = weakref.WeakValueDictionary()
@@ -36,7 +37,7 @@ def server_of(name: str, options: str, log: Path) -> LocalServer:
 
 
 class LocalServer:
-    """One child process that serves a resources server on a loopback port, behind a token of its own."""
+    """One child process with a resources server on a loopback port, behind a token of its own."""
 
     def __init__(self, name: str, options: str, log: Path) -> None:
         self._name, self._options, self._log = name, options, log
@@ -64,7 +65,7 @@ class LocalServer:
                     [
                         sys.executable,
                         "-m",
-                        "miles_plugin_nemo_gym.serve",
+                        _CHILD,
                         self._name,
                         self._options,
                     ],
