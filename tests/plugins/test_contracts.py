@@ -23,7 +23,7 @@ BUILT_IN = sorted(
 
 
 ELSEWHERE = {("sandbox", name) for name in ("agentenv", "daytona", "e2b", "modal")}
-"""Components that need a server: `sandbox/test_vendor_contract.py` starts one and runs the suite."""
+"""They need a server: `sandbox/test_vendor_contract.py` starts one and runs the suite."""
 
 
 def _each(test):
