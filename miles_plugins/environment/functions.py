@@ -14,13 +14,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from miles import Box, ConfigError, MilesError, Tool, choices
+from miles import Box, ConfigError, Message, MilesError, Tool, choices
 from miles_plugins.environment.grading import in_thread
 
-__all__ = ["Called", "Function", "ToolError", "built_in", "call", "describe", "select"]
+__all__ = [
+    "GRACE_S", "Called", "Function", "ToolError", "built_in", "call", "clip", "describe", "select",
+    "shell_text", "told",
+]  # fmt: skip
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 _BOX = "box"
+
+GRACE_S = 10.0
+"""Seconds beyond its time limit that a call in a box may take to say that it ran into it."""
 
 
 class ToolError(Exception):
@@ -137,7 +143,8 @@ async def call(
         function, arguments = _understand(asked, functions)
         if function.needs_box:
             arguments = {**arguments, _BOX: await box()}
-        async with asyncio.timeout(timeout_s):
+        # what runs in the box has its own limit there, which leaves the box usable
+        async with asyncio.timeout(timeout_s + (GRACE_S if function.needs_box else 0.0)):
             result = await _run(function.run, arguments)
     except TimeoutError:
         return Called(text=f"error: it took longer than {timeout_s:g} s", failed=True)
@@ -205,6 +212,16 @@ def _expect(value: Any, schema: Mapping[str, Any], what: str, required: object) 
         raise ToolError(f"{what} is not one of {', '.join(schema['enum'])}")
 
 
+def told(asked: Mapping[str, Any], done: Called) -> Message:
+    """The message that answers one entry of `tool_calls`."""
+    message = {"role": "tool", "content": done.text}
+    if asked.get("id") is not None:
+        message["tool_call_id"] = asked["id"]
+    if name := (asked.get("function") or {}).get("name"):
+        message["name"] = name
+    return message
+
+
 def clip(text: str, limit: int) -> str:
     """At most `limit` characters from both ends of a text, with a word on what was left out."""
     if len(text) <= limit:
@@ -248,7 +265,7 @@ def built_in(
     """The tools that come with miles; `timeout_s` is what a command in the box may take."""
 
     async def python(code: str, *, box: Box) -> str:
-        """Run Python. Prints and the last line's value come back."""
+        """Run Python; its output and the last line's value come back."""
         done = await box.exec([*interpreter, "-c", _EVALUATE], stdin=code, timeout=timeout_s)
         if done.timed_out:
             raise ToolError(f"it took longer than {timeout_s:g} s")
@@ -259,12 +276,25 @@ def built_in(
 
     async def shell(command: str, *, box: Box) -> str:
         """Run a shell command. Both streams and a non-zero exit code come back; files stay."""
-        done = await box.exec(command, timeout=timeout_s)
-        text = done.stdout + done.stderr
-        if done.timed_out:
-            raise ToolError(f"{text}\nit took longer than {timeout_s:g} s".strip("\n"))
-        if done.exit_code:
-            raise ToolError(f"exit code {done.exit_code}\n{text}".strip("\n"))
-        return text.strip("\n")
+        return await shell_text(box, command, timeout_s)
 
     return {"python": python, "shell": shell}
+
+
+async def shell_text(
+    box: Box,
+    command: str,
+    timeout_s: float,
+    *,
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """What a command in the box says, one stream after the other. Raises `ToolError` for a
+    non-zero exit code and for the time limit, with what it said until then."""
+    done = await box.exec(command, timeout=timeout_s, cwd=cwd, env=env)
+    text = done.stdout + done.stderr
+    if done.timed_out:
+        raise ToolError(f"{text}\nit took longer than {timeout_s:g} s".strip("\n"))
+    if done.exit_code:
+        raise ToolError(f"exit code {done.exit_code}\n{text}".strip("\n"))
+    return text.strip("\n")

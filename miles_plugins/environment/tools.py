@@ -221,12 +221,7 @@ class ToolEpisode:
     async def _called(self, asked: Mapping[str, Any]) -> Message:
         done = await self._environment.call(asked, self)
         self._errors += done.failed
-        told = {"role": "tool", "content": done.text}
-        if asked.get("id") is not None:
-            told["tool_call_id"] = asked["id"]
-        if name := (asked.get("function") or {}).get("name"):
-            told["name"] = name
-        return told
+        return functions.told(asked, done)
 
     def _recorded(self) -> tuple[Message, ...]:
         """What the solution has between the assistant's message that was just replayed and the
