@@ -65,13 +65,20 @@ async def serve(
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only where the protocol is named, and with it on a reply
+    # in two writes waits 40 ms for an acknowledgement
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
+        listener.close()
         raise ConfigError(
             f"session server: cannot listen on {host}:{port}: {error}; choose another "
             "session.host or session.port (0 takes a free one)"
         ) from error
+    return listener
 
 
 async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
