@@ -107,6 +107,9 @@ class Batch:
     """The loss."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers the algorithm wants logged, under their full names."""
+    probe: Tokens | None = None
+    """Sequences scored by an engine at the trainer's version, to measure `mismatch/*` on when
+    `tokens` has too few of that version; they carry no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,12 @@ from typing import Any
 
 from miles.errors import WorkerError
 from miles.protocols import Context, Handle, Runtime, Spec
+from miles.types import Array
 
 __all__ = ["Engines"]
 
 _PROBE_S = 20.0  # for an engine to say its version, however busy
+_SCORE_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +96,12 @@ class Engines:
         if "max_len" in total:
             total["max_len"] = min(one["max_len"] for one in each)
         return total
+
+    async def score(self, tokens: Array) -> Array:
+        """(tokens,) float32 log-probs of the first worker, 0 for the first. Raises `WorkerError`,
+        `EngineError`."""
+        values: Array = await self.handles[0].call("engine.score", tokens, timeout=_SCORE_S)
+        return values
 
     async def sleep(self) -> None:
         """Free device memory."""

@@ -99,6 +99,11 @@ METRICS: tuple[Metric, ...] = _rows(
         "Tokens whose loss was masked because they were over the budget.",
     ),
     (
+        "mismatch/probed",
+        "flag",
+        "1 when it was measured on sequences that an engine scored for it, not on the step's own.",
+    ),
+    (
         "mismatch/unmeasured",
         "flag",
         "1 when too few tokens of the trainer's version were there to measure.",
@@ -111,6 +116,18 @@ METRICS: tuple[Metric, ...] = _rows(
     ("off_policy/lag_<k>/logprob_abs_max", "nats", "The largest such difference of one token."),
     ("off_policy/lag_<k>/k3", "nats", "k3 estimate over the same tokens."),
     ("off_policy/lag_<k>/tokens", "tokens", "How many trained tokens are k versions old."),
+    (
+        "off_policy/ess",
+        "share",
+        "Effective sample size of the importance weights, 0 to 1; near 0 few tokens decide.",
+    ),
+    (
+        "off_policy/weight_mean",
+        "ratio",
+        "Mean importance weight of trained tokens, after bounding.",
+    ),
+    ("off_policy/bounded", "share", "Importance ratios outside their bounds."),
+    ("off_policy/vetoed", "share", "Samples that count nothing because of one token's ratio."),
     (
         "advantage/<name>",
         "reward",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from miles import checkpoint, loop
-from miles.batch import Batch, Receipt, Score, Skipped, Update, flatten
+from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
 from miles.engines import Engines
 from miles.errors import BadReward, EngineError, RoutingError, RunError, WorkerError
@@ -24,6 +25,7 @@ from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
 from miles.pool import Pool
+from miles.probe import probe, wants_probe
 from miles.protocols import Handle
 from miles.remote import RemoteTrainer
 from miles.settings import Settings
@@ -33,6 +35,7 @@ from miles.weights import Weights
 
 __all__ = ["Shared", "Stage"]
 
+log = logging.getLogger(__name__)
 _HOPELESS = 20  # steps' worth of groups that fail in a row before the run gives up
 _OF_ENGINES = (EngineError.reason, RoutingError.reason)
 _SAMPLE_EVERY = 25  # steps between texts kept for people to read
@@ -158,7 +161,20 @@ class Stage:
                 with self.timing("train"):
                     passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
         batch = await asyncio.to_thread(self.algorithm.prepare, groups, passes)
+        batch = replace(batch, probe=await self._probe(groups))
         return self.hook.prepared(groups=groups, batch=batch)  # type: ignore[no-any-return]
+
+    async def _probe(self, groups: Sequence[Group]) -> Tokens | None:
+        version, engines = self.trainer.version, self.engines
+        if engines is None or not self.samples or self.buffer.published_version != version:
+            return None
+        if not wants_probe(groups, version):
+            return None
+        try:
+            return await probe(groups, version, engines.score)
+        except (WorkerError, EngineError) as error:
+            log.warning("no mismatch probe in step %d: %s", version + 1, error)
+            return None
 
     async def send_weights(self) -> Receipt | None:
         """To the rollout engine: every `publish_every` steps, and whatever the stage begins and

@@ -57,7 +57,7 @@ TABLE = {
         "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
-        "stage pool engines weights served sessions rollouts assemble run simulate serve evaluate"
+        "stage pool engines weights probe served sessions rollouts assemble run simulate serve evaluate"
         " convert worker cli __main__",
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",

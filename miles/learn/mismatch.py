@@ -16,7 +16,7 @@ from miles.batch import Tokens
 from miles.errors import TrainerError
 from miles.types import Array
 
-__all__ = ["Limits", "comparable", "enforce", "measure"]
+__all__ = ["Limits", "comparable", "enforce", "measure", "with_probe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,15 @@ def measure(tokens: Tokens, current: Array, measured: Array, version: int) -> di
     if "mismatch/tokens" not in found:
         found["mismatch/unmeasured"] = 1.0
     return found
+
+
+def with_probe(
+    metrics: dict[str, float], probe: Tokens, current: Array, version: int
+) -> dict[str, float]:
+    """`measure`'s numbers, with `mismatch/*` over a probe: sequences that an engine scored at
+    `version`, and `current`, (T,) float32, the trainer's log-probs of them."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+    return {**kept, **measure(probe, current, probe.sampled, version), "mismatch/probed": 1.0}
 
 
 def enforce(metrics: dict[str, float], limits: Limits) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ It computes advantages and attaches them to loss terms; the terms' formulas are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from miles import Array, Batch, ConfigError, Context, Group, SampleError, Term, Tokens, flatten
+from miles_plugins.algorithm.off_policy import OffPolicy, importance_weights
 from miles_plugins.algorithm.weighting import Aggregation, samples_of, token_weights
 
 __all__ = ["Grpo"]
@@ -29,12 +30,16 @@ class Grpo:
     group's population standard deviation, or not (`mean`). All samples and all trainable tokens of
     a trajectory share it.
 
+    When groups may be older than the weights (`max_lag` above 0), importance weights against the
+    log-probs of what was sampled multiply the policy term (`off_policy`), and the clipped ratio is
+    against the trainer's own weights before the step: Hilton et al. 2021, arXiv:2110.00641.
+
     The policy ratio compares full distributions at the sampling temperature on both sides, also
     when sampling was cut by top-p or top-k. The log-prob under the cut distribution is larger by
     -log(kept mass); dividing a full new probability by a cut old one would make ratios
-    systematically below 1 on fresh samples, and the exact correction needs the set of kept tokens
-    at every position, which is not recorded. With full against full the ratio is 1 on fresh
-    samples; what remains of the cut is that tokens are drawn from it.
+    systematically below 1 on fresh samples. With full against full the ratio is 1 on fresh
+    samples; what remains of the cut is that tokens are drawn from it, for which `off_policy`
+    corrects on the tokens that were kept.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +55,11 @@ class Grpo:
         dual_clip: float = 0.0
         """Bound on the loss of a bad token, as a multiple of its advantage, above 1; 0 leaves it
         out."""
-        old_logprobs: Literal["rollout", "current"] = "rollout"
+        old_logprobs: Literal["auto", "rollout", "current"] = "auto"
         """Denominator of the ratio: what the engine reported, or a pass of the trainer before the
-        step."""
+        step; auto is the pass when `off_policy` corrects, otherwise the engine's."""
+        off_policy: OffPolicy = field(default_factory=OffPolicy)
+        """Importance weights of tokens that another distribution sampled."""
         kl: float = 0.0
         """Weight of the KL term towards the weights that the stage began with; 0 leaves it out."""
         kl_kind: Literal["k1", "k2", "k3"] = "k3"
@@ -69,6 +76,13 @@ class Grpo:
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config
         self._length = config.fixed_length or context.settings.max_new_tokens
+        mode = config.off_policy.mode
+        if mode == "auto":
+            mode = "truncate" if context.settings.max_lag else "none"
+        self._off_policy = replace(config.off_policy, mode=mode)
+        self._corrects = mode != "none"
+        old = config.old_logprobs
+        self._passes_current = old == "current" or (old == "auto" and self._corrects)
         faults = [
             text
             for wrong, text in (
@@ -83,6 +97,12 @@ class Grpo:
             )
             if wrong
         ]
+        faults += config.off_policy.faults()
+        if self._corrects and old == "rollout":
+            faults.append(
+                f"old_logprobs is rollout and off_policy.mode {mode}: both divide by what the "
+                "engine reported; take old_logprobs=auto, or off_policy.mode=none"
+            )
         if faults:
             raise ConfigError(f"algorithm grpo: {'; '.join(faults)}")
 
@@ -104,7 +124,7 @@ class Grpo:
 
     def needs(self) -> tuple[str, ...]:
         """`current` when the ratio asks for it, `reference` when there is a KL term."""
-        current = self.config.old_logprobs == "current"
+        current = self._passes_current or self._corrects
         return (*(("current",) if current else ()), *(("reference",) if self.config.kl else ()))
 
     def terms(self) -> Mapping[str, str]:
@@ -127,12 +147,17 @@ class Grpo:
         weights = token_weights(
             tokens.trainable, owners_T, len(advantages), config.aggregation, self._length
         )
+        metrics = {"advantage/std": float(advantages.std())}
+        policy_weights = weights
+        if self._corrects:
+            importance, more = importance_weights(tokens, passes["current"], self._off_policy)
+            policy_weights, metrics = weights * importance, {**metrics, **more}
         functions = self.terms()
         terms = [
             Term(
                 name="policy",
                 function=functions["policy"],
-                weights=weights,
+                weights=policy_weights,
                 inputs={
                     "advantage": advantages[owners_T].astype(np.float32),
                     "old_logprobs": self._old(tokens, passes),
@@ -161,7 +186,6 @@ class Grpo:
                     weights=weights * np.float32(config.entropy),
                 )
             )
-        metrics = {"advantage/std": float(advantages.std())}
         return Batch(tokens=tokens, terms=tuple(terms), metrics=metrics)
 
     def advantages(self, groups: Sequence[Group]) -> Array:
@@ -183,7 +207,7 @@ class Grpo:
         return scaled
 
     def _old(self, tokens: Tokens, passes: Mapping[str, Array]) -> Array:
-        if self.config.old_logprobs == "current":
+        if self._passes_current:
             return passes["current"]
         if tokens.logprobs is None:
             error = SampleError("algorithm grpo: samples carry no rollout log-probs")

@@ -101,12 +101,15 @@ class Worker:
         # one sum a term, then: entropy, tokens it was measured on, masked tokens
         sums = torch.zeros(len(batch.terms) + 3, dtype=torch.float64, device=self.ranks.device)
         try:
+            probed = None if batch.probe is None else self.logprobs(batch.probe, "current")
             self._accumulate(batch, rows_T, loss_T, current_T, sums)
             *values, entropy, measured, masked = self.ranks.add(sums).tolist()
             losses = dict(zip((term.name for term in batch.terms), values, strict=True))
             self._refuse_not_finite(losses)
             current = self.ranks.add(current_T).cpu().numpy()
             metrics = mismatch.measure(tokens, current, rows_T, self.version)
+            if batch.probe is not None:
+                metrics = mismatch.with_probe(metrics, batch.probe, probed, self.version)
             warnings = mismatch.enforce(metrics, self.limits)
             norm = self._finite_norm(losses)
         except TrainerError:

@@ -1,0 +1,193 @@
+"""Publishing to engines that live, die on the way, hang, or refuse; and restarts that run out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles import Context, Receipt, WeightSyncError, WorkerError
+from miles.engines import Engines
+from miles.remote import RemoteTrainer
+from miles.testing import FakeHandle
+from miles.weights import Weights
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.served = -1
+
+    async def version(self) -> int:
+        return self.served
+
+    async def health(self) -> dict[str, float]:
+        return {"tokens": 5.0, "max_len": 64.0}
+
+
+class Door:
+    async def listen(self, host: str, token: str) -> list[Any]:
+        return [host, 1000 + len(token)]
+
+
+class Runtime:
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.ended: list[str] = []
+
+    async def start(self, name: str, parts: Any, context: Any, *, world: int = 1) -> FakeHandle:
+        self.started.append(name)
+        return FakeHandle(name, {"engine": Engine(), "worker": Door()})
+
+    async def rebuild(self, handle: Any, parts: Any, context: Any) -> None:
+        self.started.append(f"{handle.name} again")
+
+    async def end(self, handle: Any) -> None:
+        self.ended.append(handle.name)
+        handle.dead = True
+
+
+class Transport:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.kill: list[Any] = []
+        self.refuse = False
+
+    async def publish(self, version: int, *, trainer: Any, engines: Any) -> Receipt:
+        await asyncio.sleep(self.seconds)
+        for handle in self.kill:
+            handle.dead = True
+        self.kill = []
+        for handle in engines:
+            await handle.call("engine.version")
+            if self.refuse:
+                raise WeightSyncError(f"{handle.name}: another digest")
+            handle.ranks[0]["engine"].served = version
+        return Receipt(version=version, digest="d", bytes=1, seconds=0.0)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.doors: list[Any] = []
+        self.version = -1
+
+    async def rewire(self, doors: Any) -> None:
+        self.doors.append([name for name, *_ in doors])
+
+    async def published(self, version: int) -> None:
+        self.version = version
+
+
+async def made(tmp_path: Path, *, count: int = 2, restarts: int = 2, **keys: Any) -> Any:
+    runtime, pool, transport = Runtime(), Pool(), Transport(keys.pop("seconds", 0.0))
+    engines = Engines(runtime, timeout_s=5, max_restarts=restarts)  # type: ignore[arg-type]
+    await engines.build([], Context(directory=tmp_path), count=count)
+    trainer = RemoteTrainer(FakeHandle("trainer", {}), timeout_s=5, version=3)
+    told: list[Receipt] = []
+    weights = Weights(
+        transport=transport, trainer=trainer, engines=engines, pool=pool,  # type: ignore[arg-type]
+        timeout_s=keys.pop("timeout_s", 5.0), tell=told.append,
+    )  # fmt: skip
+    return SimpleNamespace(**locals())
+
+
+def served(engines: Engines) -> list[int]:
+    return [handle.ranks[0]["engine"].served for handle in engines.handles]  # type: ignore[attr-defined]
+
+
+def test_weights_reach_every_engine_and_are_told_of(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        receipt = await at.weights.publish()
+        assert receipt.version == at.pool.version == 3 and served(at.engines) == [3, 3]
+        assert at.told == [receipt] and not await at.weights.recover()
+        assert (await at.engines.health())["tokens"] == 10 and at.engines.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_weights_engine_that_dies_on_the_way_is_started_again_and_served(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        at.transport.kill = [at.engines.handles[1]]
+        await at.weights.publish()
+        assert served(at.engines) == [3, 3] and at.runtime.ended == ["engine-1"]
+        assert at.pool.doors == [["engine-0", "engine-1"]]
+
+    asyncio.run(main())
+
+
+def test_weights_dead_engine_is_recovered_with_the_same_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        await at.weights.publish()
+        at.engines.handles[0].dead = True
+        assert await at.engines.end_silent()
+        assert await at.weights.recover()
+        assert served(at.engines) == [3, 3] and at.engines.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_weights_recovery_waits_for_the_trainers_step(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        at.engines.handles[0].dead = True
+        async with at.trainer.idle:
+            recovering = asyncio.create_task(at.weights.recover())
+            await asyncio.sleep(0.05)
+            assert served(at.engines) == [-1, -1]
+        assert await recovering and served(at.engines) == [3, 3]
+
+    asyncio.run(main())
+
+
+def test_weights_that_a_living_engine_refuses_are_an_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        at.transport.refuse = True
+        with pytest.raises(WeightSyncError, match="engine-0: another digest"):
+            await at.weights.publish()
+        assert not at.runtime.ended
+
+    asyncio.run(main())
+
+
+def test_weights_restarts_run_out_with_the_first_fault(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path, count=1, restarts=1)
+        at.engines.handles[0].dead = True
+        assert await at.weights.recover()
+        at.engines.handles[0].dead = True
+        with pytest.raises(WorkerError, match="engine: worker 0 is dead") as found:
+            await at.weights.recover()
+        assert "max_restarts is 1, and they are used up" in found.value.detail
+
+    asyncio.run(main())
+
+
+def test_weights_publish_that_hangs_ends_with_what_it_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path, seconds=60, timeout_s=0.02)
+        with pytest.raises(
+            WeightSyncError, match=r"version 3 took longer than worker_timeout_s \(0.02"
+        ):
+            await at.weights.publish()
+
+    asyncio.run(main())
+
+
+def test_engines_are_kept_rebuilt_or_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        before = list(at.engines.handles)
+        await at.engines.build([], Context(directory=tmp_path), count=2)
+        assert at.engines.handles == before and at.runtime.started == ["engine-0", "engine-1"]
+        await at.engines.build([SimpleNamespace()], Context(directory=tmp_path), count=2)
+        assert at.runtime.started[2:] == ["engine-0 again", "engine-1 again"]
+        await at.engines.build([], Context(directory=tmp_path), count=1)
+        assert at.runtime.ended == ["engine-0", "engine-1"] and len(at.engines.doors) == 1
+
+    asyncio.run(main())
