@@ -12,14 +12,13 @@ from miles.testing.tito_boundaries import cut_faults, search
 from miles.testing.tito_grid import verify
 from miles.testing.tito_oracle import Oracle
 from miles.testing.tito_talks import GRID, TOOLS
-from miles_plugins.tito.families import Glm4, Glm5, Inkling, KimiK2, KimiK25, Qwen3, Qwen3VL, Qwen35
+from miles_plugins.tito.families import Glm4, Glm5, Qwen3, Qwen3VL, Qwen35
 from tests.plugins.tito.checkpoints import (
     PUBLISHED,
     WITHOUT,
     bytes_checkpoint,
     handler,
     real_checkpoint,
-    template,
     tokenizers,
 )
 
@@ -164,7 +163,7 @@ def test_argument_that_conflicts_with_the_registration_is_an_error(tmp_path, arg
 def test_fixed_argument_may_be_repeated_but_not_changed(tmp_path):
     directory = bytes_checkpoint(tmp_path, Qwen3VL)
     assert handler(Qwen3VL, directory, arguments={"add_vision_id": False})
-    with pytest.raises(ConfigError, match="add_vision_id=True conflicts .*where it is False"):
+    with pytest.raises(ConfigError, match=r"add_vision_id=True conflicts .*where it is False"):
         handler(Qwen3VL, directory, arguments={"add_vision_id": True})
 
 
