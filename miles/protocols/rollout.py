@@ -166,7 +166,11 @@ class ExecResult:
 
 
 class Box(Protocol):
-    """One open sandbox."""
+    """One open sandbox.
+
+    Optional: `async halt()`, which kills everything that runs in it and keeps its files, so that
+    what an agent left in the background cannot meddle with its grading.
+    """
 
     async def exec(
         self,

@@ -42,11 +42,15 @@ class Pool:
         if task is None:
             return await self._one()
         try:
-            return await task
+            box = await task
         except asyncio.CancelledError:
             task.cancel()
             task.add_done_callback(_close_unwanted)
             raise
+        if box.channel.lost is None:
+            return box
+        await box.close()  # it ended while it waited
+        return await self._one()
 
     async def close(self) -> None:
         """Close what nobody took."""

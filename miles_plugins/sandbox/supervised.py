@@ -222,6 +222,11 @@ class SupervisedBox:
             )
         await self._ask("write", (_bytes(path), data), _FILE_S, f"write {path!r}")
 
+    async def halt(self) -> None:
+        """Kill everything that runs in the box; its files stay. What a command left in the
+        background can then not meddle with the next one, such as one that grades."""
+        await self._ask("halt", (), _FILE_S, "stop what runs")
+
     async def close(self) -> None:
         """Stop everything inside and leave nothing behind; safe to call twice."""
         if self._closing is None:

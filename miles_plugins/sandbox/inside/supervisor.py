@@ -171,20 +171,9 @@ class Supervisor:
     def _leave(self):
         """The host is gone or done: so is everything in here."""
         if not self.isolated:
-            until = time.monotonic() + 5
-            while not self._none_left() and time.monotonic() < until:
-                kill_tree(os.getpid())
-                time.sleep(0.005)
+            self._clear()
             _remove(self.home)
         os._exit(0)  # as process 1 it takes its namespace along
-
-    def _none_left(self):
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return True
-        return False
 
     # ---- commands
 
@@ -233,6 +222,22 @@ class Supervisor:
         for job in self.jobs.values():
             if job.number == number:
                 self._stop(job, TIMED_OUT)
+
+    def do_halt(self, number):
+        """Kill every process but this one, what commands left behind included."""
+        if self.isolated:
+            os.kill(-1, _signal.SIGKILL)
+        else:
+            self._clear()
+        self.reply(number, DONE)
+
+    def _clear(self):
+        """Kill all descendants, and reap those that nobody waits for."""
+        until = time.monotonic() + 5
+        while not self.empty and time.monotonic() < until:
+            kill_tree(os.getpid())
+            time.sleep(0.005)
+            self._collect()
 
     def _forget(self, fd):
         self.poll.unregister(fd)

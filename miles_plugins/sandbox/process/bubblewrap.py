@@ -17,7 +17,17 @@ from pathlib import Path
 
 from miles_plugins.sandbox.process.seccomp import MACHINES
 
-__all__ = ["EXPLAIN", "GROUP", "HOME", "PASSWD", "PATH", "arguments", "faults", "find_python"]
+__all__ = [
+    "EXPLAIN",
+    "GROUP",
+    "HOME",
+    "PASSWD",
+    "PATH",
+    "arguments",
+    "faults",
+    "find_python",
+    "kernel",
+]
 
 HOME = "/work"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -80,6 +90,11 @@ def faults() -> list[str]:
 def _version(bwrap: str) -> tuple[int, ...]:
     ran = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=30)
     return tuple(map(int, re.findall(r"\d+", ran.stdout)[:3]))
+
+
+def kernel() -> tuple[int, ...]:
+    """Version of the running kernel, its first two numbers."""
+    return tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
 def find_python(chosen: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -23,6 +24,8 @@ from miles_plugins.sandbox.process import bubblewrap, seccomp
 from miles_plugins.sandbox.supervised import Launch, SupervisedBox, launch, value_faults
 
 __all__ = ["Process"]
+
+_log = logging.getLogger("miles.sandbox")
 
 _TITLE = "sandbox 'process'"
 _MIB = 1 << 20
@@ -79,6 +82,14 @@ class Process:
         self._config, self._run = config, context.directory.name
         self._pool = Pool(self._start, size=config.pool, at_once=2 * (os.cpu_count() or 1))
         self._ready = False
+        if bubblewrap.kernel() < (5, 14):
+            _log.warning(
+                "%s: this kernel (%s) counts the processes of all boxes together, so that "
+                "sandbox.processes=%d holds for all of them at once; 5.14 and later count each box",
+                _TITLE,
+                os.uname().release,
+                config.processes,
+            )
 
     @classmethod
     def check(cls, config: Config, planned: Any) -> Sequence[str]:

@@ -379,6 +379,31 @@ def test_background_process_lives_on_and_can_write(tmp_path: Path) -> None:
     assert 0 < one < two < three
 
 
+def test_halt_ends_what_was_left_behind_and_keeps_files(tmp_path: Path) -> None:
+    async def run():
+        async with boxes(tmp_path) as box:
+            line = "(setsid sh -c 'while :; do echo x >> ticks; sleep 0.02; done' &) ; sleep 0.1"
+            await box.exec(line)
+            busy = asyncio.create_task(box.exec("sleep 30"))
+            await asyncio.sleep(0.1)
+            await box.halt()
+            one = await box.read("ticks")
+            await asyncio.sleep(0.2)
+            left = await box.exec("ls /proc | grep -c '^[0-9]'")
+            return await busy, one, await box.read("ticks"), left
+
+    busy, one, two, left = asyncio.run(run())
+    assert busy.exit_code == 137 and not busy.timed_out
+    assert one and one == two
+    assert int(left.stdout) <= 4
+
+
+def test_old_kernel_is_warned_about(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.4.0-1-generic")
+    Process(Process.Config(processes=9), Context(directory=tmp_path))
+    assert "sandbox.processes=9 holds for all of them at once" in caplog.text
+
+
 # ---------------------------------------------------------------- paths
 
 
@@ -558,3 +583,19 @@ def test_pool_gives_each_box_once(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert not of_run(tmp_path.name)
+
+
+def test_pool_replaces_a_box_that_ended_while_it_waited(tmp_path: Path) -> None:
+    async def run():
+        sandbox = Process(Process.Config(pool=1), Context(directory=tmp_path))
+        first = await sandbox.open(TASK)
+        while len(waiting := [i for _, i in of_run(tmp_path.name) if i.id != first.id]) < 1:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        await sandbox.remove(waiting[0].id)
+        second = await sandbox.open(TASK)
+        result = await second.exec("echo hi")
+        await asyncio.gather(first.close(), second.close(), sandbox.close())
+        return result
+
+    assert asyncio.run(run()).stdout == "hi\n"

@@ -408,6 +408,24 @@ def test_none_lists_and_removes_folders_without_a_process(tmp_path: Path, monkey
     assert not left.exists()
 
 
+def test_none_halts_its_own_processes_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "4646"])
+
+    async def do(box):
+        await box.exec("setsid sleep 4647 & sleep 0.1")
+        assert sleeping("4647")
+        await box.halt()
+        assert not sleeping("4647")
+        return await box.exec("echo alive")
+
+    try:
+        assert in_box(tmp_path, do).stdout == "alive\n"
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_none_removes_no_more_than_the_box(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
