@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import daytona
+from daytona import (
+    AsyncDaytona,
+    CreateSandboxFromImageParams,
+    CreateSandboxFromSnapshotParams,
+    ListSandboxesQuery,
+    Resources,
+)
 from daytona.common import errors
 
 from miles_plugins.sandbox.provider import Fault, Found
@@ -62,7 +68,7 @@ class DaytonaBoxes:
 
     def __init__(self, config: Daytona.Config) -> None:
         self._config = config
-        self._client = daytona.AsyncDaytona()
+        self._client = AsyncDaytona()
         self._open: dict[str, Any] = {}
 
     async def create(self, labels: Mapping[str, str]) -> DaytonaMachine:
@@ -80,14 +86,10 @@ class DaytonaBoxes:
         params: Any
         if config.image:
             given = {"cpu": config.cpu, "memory": config.memory_gib, "disk": config.disk_gib}
-            resources = daytona.Resources(**{k: v for k, v in given.items() if v})
-            params = daytona.CreateSandboxFromImageParams(
-                image=config.image, resources=resources, **around
-            )
+            resources = Resources(**{k: v for k, v in given.items() if v})
+            params = CreateSandboxFromImageParams(image=config.image, resources=resources, **around)
         else:
-            params = daytona.CreateSandboxFromSnapshotParams(
-                snapshot=config.snapshot or None, **around
-            )
+            params = CreateSandboxFromSnapshotParams(snapshot=config.snapshot or None, **around)
         sandbox = await self._client.create(params, timeout=config.create_timeout_s)
         machine = DaytonaMachine(sandbox, config.request_timeout_s)
         self._open[machine.id] = sandbox
@@ -95,7 +97,7 @@ class DaytonaBoxes:
 
     async def find(self, labels: Mapping[str, str]) -> Sequence[Found]:
         """Page by page."""
-        query = daytona.ListSandboxesQuery(labels=dict(labels))
+        query = ListSandboxesQuery(labels=dict(labels))
         limit = self._config.request_timeout_s
         return [
             Found(

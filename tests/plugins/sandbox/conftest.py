@@ -179,7 +179,13 @@ def open_vendor(
     return opened
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=["daytona", "e2b", "modal"])
 def case(request: pytest.FixtureRequest, open_vendor: Callable[[str], Case]) -> Case:
-    """Every component in turn."""
+    """Every vendor in turn."""
+    return open_vendor(request.param)
+
+
+@pytest.fixture(params=sorted(KINDS))
+def named(request: pytest.FixtureRequest, open_vendor: Callable[[str], Case]) -> Case:
+    """Every component in turn, also those that share a vendor's SDK."""
     return open_vendor(request.param)

@@ -51,28 +51,80 @@ async def opens(sandbox):
 # ---------------------------------------------------------------- before the run
 
 
-def test_missing_credentials_are_one_error_before_the_run(case, monkeypatch) -> None:
-    monkeypatch.delenv(case.kind.secret)
-    faults = case.component.check(case.config(), None)
-    assert len(faults) == 1 and "no credentials: set" in faults[0] and case.kind.secret in faults[0]
-    with pytest.raises(ConfigError, match=f"sandbox {case.name}: no credentials"):
-        case.sandbox()
-    assert not case.vendor.boxes() and not case.vendor.asked("create")
+def test_missing_credentials_are_one_error_before_the_run(named, monkeypatch) -> None:
+    monkeypatch.delenv(named.kind.secret)
+    faults = named.component.check(named.config(), None)
+    assert (
+        len(faults) == 1 and "no credentials: set" in faults[0] and named.kind.secret in faults[0]
+    )
+    with pytest.raises(ConfigError, match=f"sandbox {named.name}: no credentials"):
+        named.sandbox()
+    assert not named.vendor.boxes() and not named.vendor.asked("create")
 
 
-def test_good_credentials_and_values_have_no_faults(case) -> None:
-    assert list(case.component.check(case.config(), None)) == []
+def test_good_credentials_and_values_have_no_faults(named) -> None:
+    assert list(named.component.check(named.config(), None)) == []
 
 
-def test_values_that_cannot_be_are_faults(case) -> None:
-    faults = case.component.check(case.config(attempts=0, lifetime_s=-1), None)
+def test_values_that_cannot_be_are_faults(named) -> None:
+    faults = named.component.check(named.config(attempts=0, lifetime_s=-1), None)
     assert [f.partition(":")[0] for f in faults] == ["lifetime_s", "attempts"]
 
 
-def test_sdk_that_is_not_installed_is_named_with_its_extra(case, monkeypatch) -> None:
-    monkeypatch.setattr(case.component, "package", "no_such_sdk_anywhere")
-    (fault,) = case.component.check(case.config(), None)
-    assert "no_such_sdk_anywhere" in fault and f'pip install "miles[{case.kind.package}]"' in fault
+def test_sdk_that_is_not_installed_is_named_with_its_extra(named, monkeypatch) -> None:
+    monkeypatch.setattr(named.component, "package", "no_such_sdk_anywhere")
+    (fault,) = named.component.check(named.config(), None)
+    assert "no_such_sdk_anywhere" in fault and f'pip install "miles[{named.kind.package}]"' in fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"url": "sandboxes.local"}, "url: 'sandboxes.local' is no address; give http(s)://HOST"),
+        ({"url": ""}, "url: '' is no address"),
+        ({"box_url": "ftp://x"}, "box_url: 'ftp://x' is no address"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "no credentials: set NO_SUCH_KEY to a key of http"),
+    ],
+)
+def test_agentenv_without_address_or_key_is_refused(open_vendor, changes, said) -> None:
+    named = open_vendor("agentenv")
+    (fault,) = named.component.check(named.config(**changes), None)
+    assert fault.startswith(said)
+
+
+def test_agentenv_finds_its_boxes_at_its_own_address(open_vendor) -> None:
+    named = open_vendor("agentenv")
+
+    async def script(sandbox):
+        box = await sandbox.open(TASK)
+        assert (await box.exec("echo here")).stdout == "here\n"
+        assert [b.id for b in await sandbox.list()] == [box.id]
+        await box.close()
+
+    play(named, script)
+    assert named.vendor.boxes() == []
+
+
+def test_daytona_image_and_snapshot_exclude_each_other(open_vendor) -> None:
+    named = open_vendor("daytona")
+    (fault,) = named.component.check(named.config(image="a", snapshot="b"), None)
+    assert fault == "image (a) and snapshot (b): choose one"
+    (fault,) = named.component.check(named.config(cpu=2), None)
+    assert fault.startswith("cpu, memory_gib and disk_gib need an image")
+
+
+def test_daytona_image_comes_with_its_resources(open_vendor) -> None:
+    named = open_vendor("daytona")
+
+    async def script(sandbox):
+        box = await sandbox.open(TASK)
+        (request,) = [b["request"] for b in named.vendor.boxes()]
+        await box.close()
+        return request
+
+    request = play(named, script, image="debian:12", cpu=2, memory_gib=4)
+    assert (request["cpu"], request["memory"], request.get("disk")) == (2, 4, None)
+    assert "FROM debian:12" in request["buildInfo"]["dockerfileContent"]
 
 
 # ---------------------------------------------------------------- creation

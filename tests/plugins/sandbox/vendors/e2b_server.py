@@ -193,8 +193,11 @@ class Server:
                 if not isinstance(part, UploadFile):
                     continue
                 file = box.file(request.query_params.get("path") or part.filename)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(await part.read())
+                try:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(await part.read())
+                except OSError as error:
+                    return problem(400, str(error))
                 written.append({"name": file.name, "path": str(file), "type": "file"})
         return JSONResponse(written)
 
