@@ -11,7 +11,15 @@ from typing import Any
 
 import miles
 
-__all__ = ["miles_commands"]
+__all__ = ["miles_agents", "miles_commands"]
+
+
+@miles.hookimpl
+def miles_agents() -> dict[str, Any]:
+    """The agents that come with miles, for `environment=harness`."""
+    from miles_plugins.environment.harness.openai_agent import solve
+
+    return {"openai_calculator": solve}
 
 
 @miles.hookimpl

@@ -23,7 +23,7 @@ TOOL = "python"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calculator:
-    """Problems such as `34+57, *12`: each operation works on the result so far.
+    """Problems such as `34+57, -12`: each operation works on the result so far.
 
     A problem is held out or not by a BLAKE2 hash of its text alone, so the splits are disjoint
     under every seed. A demonstration calls the tool once an operation, then says the last result.
@@ -31,9 +31,9 @@ class Calculator:
 
     digits: int = 2
     """Digits of each operand."""
-    operations: tuple[str, ...] = ("+", "-", "*")
+    operations: tuple[str, ...] = ("+", "-")
     """Of `+`, `-` and `*`."""
-    calls: tuple[int, ...] = (1, 2, 3)
+    calls: tuple[int, ...] = (1, 2)
     """How many operations a problem may have: the difficulty. Each number has an equal share of the
     tasks, as far as there are problems; with its answer, an attempt takes one turn more."""
     prompt: str = "{problem}"
