@@ -130,7 +130,7 @@ class Qwen3Moe(Checkpoint):
     signs = (
         Signs(
             tito="qwen3",
-            has=("loop.last", "reasoning_content", "ns.last_query_index"),
+            has=("loop.last", "reasoning_content", "if loop.index0 > ns.last_query_index %}"),
             lacks=("<function=",),
         ),
     )
@@ -142,7 +142,14 @@ class Qwen35(Checkpoint):
     name = "qwen3_5"
     tito = "qwen3_5"
     families = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
-    signs = (Signs(tito="qwen3_5", has=("<function=", "loop.index0 > ns.last_query_index")),)
+    signs = tuple(
+        Signs(tito="qwen3_5", has=("<function=", "reasoning_content", sign))
+        for sign in (
+            "if loop.index0 > ns.last_query_index %}",
+            "preserve_thinking is true) or",
+            "preserve_thinking is true or",
+        )
+    )
 
 
 class Qwen3VL(Checkpoint):
