@@ -177,11 +177,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     from miles.config import compose
 
     overrides = [quoted(text) for text in args.overrides]
+    folders = getattr(args, "config_dir", [])
     if any(text.startswith("resume=") for text in overrides):
         from miles.run import expand_resume
 
-        overrides = expand_resume(overrides)
-    folders = getattr(args, "config_dir", [])
+        overrides, folders = expand_resume(overrides, folders)
     return compose(overrides, registry=args.registry, folders=folders)
 
 

@@ -48,6 +48,8 @@ class Plan:
     """Everything that is wrong, as sentences."""
     overrides: tuple[str, ...]
     """The command line it was composed from, local plugins as absolute paths."""
+    folders: tuple[str, ...]
+    """Folders with more YAML that it named, as absolute paths."""
     registry: Registry
     """The registry with the plan's local files."""
 
@@ -75,10 +77,11 @@ def compose(
     YAML. Faults are collected in the plan: nothing that a user can write raises.
     """
     registry = registry or Registry.load()
+    folders = tuple(folders)
     faults: list[str] = []
     given = _parsed(overrides, faults)
     try:
-        registry, drafts = _drafts(given, registry, tuple(folders), faults)
+        registry, drafts = _drafts(given, registry, folders, faults)
     except MilesError as error:
         faults.append(error.detail)
         drafts = {}
@@ -91,6 +94,7 @@ def compose(
         stages=tuple(stages),
         faults=once(faults, [*drafts]),
         overrides=_recorded(overrides, registry),
+        folders=tuple(str(Path(f).expanduser().resolve()) for f in folders),
         registry=registry,
     )
 

@@ -34,14 +34,16 @@ log = logging.getLogger("miles.run")
 _HANDLERS = ("miles-driver-log", "miles-people")
 
 
-def expand_resume(overrides: Sequence[str]) -> list[str]:
-    """Overrides with those of the run that `resume=` names put first, so that a resume says only
-    what changes; choosing a component anew leaves out what was said of the old one. Raises
-    `CheckpointError`."""
+def expand_resume(
+    overrides: Sequence[str], folders: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Overrides, and folders with more YAML, with those of the run that `resume=` names put first,
+    so that a resume says only what changes; choosing a component anew leaves out what was said of
+    the old one. Raises `ConfigError` when there is no such run, and `CheckpointError`."""
     resume = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("resume=")), "")
     resume = resume.strip("'\"").replace("\\", "")
     if not resume:
-        return list(overrides)
+        return list(overrides), list(folders)
     _, _, config = recorded(resume)
     keys = [o.partition("=")[0].lstrip("+~") for o in overrides]
     kept = [
@@ -49,7 +51,9 @@ def expand_resume(overrides: Sequence[str]) -> list[str]:
         for o in config["overrides"]
         if not any(f"{o.partition('=')[0].lstrip('+~')}.".startswith(f"{key}.") for key in keys)
     ]
-    return [*kept, *overrides]
+    named = [str(Path(folder).expanduser().resolve()) for folder in folders]
+    # a run from before folders were recorded has none
+    return [*kept, *overrides], list(dict.fromkeys([*config.get("folders", ()), *named]))
 
 
 def execute(plan: Any, registry: Any) -> int:
@@ -58,6 +62,7 @@ def execute(plan: Any, registry: Any) -> int:
     settings = plan.stages[0].settings
     config = {
         "overrides": [o for o in plan.overrides if not o.startswith("resume=")],
+        "folders": list(plan.folders),
         "stages": {stage.name: plain(stage.resolved) for stage in plan.stages},
     }
     state: Mapping[str, Any] = {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from miles import KINDS
+from miles import KINDS, checkpoint
 from miles.cli import main, selection
 from miles.plugins import Registry
 from miles.sweep import sweep
@@ -174,6 +176,22 @@ def test_resume_of_nothing_is_2(miles, tmp_path):
     code, _, err = miles("run", "resume=empty")
     assert code == 2
     assert "resume=empty: no checkpoint in empty/checkpoints" in err
+
+
+def test_resume_finds_the_experiment_of_a_folder_that_the_run_named(miles, tmp_path):
+    """It was looked for in miles' own folders only."""
+    (tmp_path / "more/experiment").mkdir(parents=True)
+    (tmp_path / "more/experiment/mine.yaml").write_text("steps: 7\n")
+    config = {"overrides": ["experiment=mine"], "folders": [str(tmp_path / "more")], "stages": {}}
+
+    async def fill(directory):
+        (directory / "config.json").write_text(json.dumps(config))
+        return {}
+
+    asyncio.run(checkpoint.write(tmp_path / "run/checkpoints", 4, fill))
+    code, out, err = miles("show", "resume=run", "tito=bytes")
+    assert code == 0, err
+    assert re.search(r"^steps: 7 +# .*more/experiment/mine.yaml$", out, re.MULTILINE)
 
 
 def test_interrupt_is_130(miles, monkeypatch):

@@ -503,3 +503,12 @@ def test_recorded_overrides_hold_plugins_as_absolute_paths(tmp_path, component, 
     plan = compose([*KEYS, "plugins=[./mine.py]", "environment=mine"]).verify()
     monkeypatch.chdir("/")
     assert compose(plan.overrides).verify().stages == plan.stages
+
+
+def test_recorded_folders_are_absolute(folder, monkeypatch):
+    write(folder, "experiment/mine", "steps: 7")
+    monkeypatch.chdir(folder.parent)
+    plan = compose([*KEYS[1:], "experiment=mine"], folders=[folder.name])
+    monkeypatch.chdir("/")
+    assert plan.folders == (str(folder),)
+    assert compose(plan.overrides, folders=plan.folders).stages == plan.stages

@@ -62,9 +62,9 @@ def test_differences_names_each_value_that_may_not_change() -> None:
     assert differences(old, old) == []
 
 
-def _checkpoint(run: Path, step: int) -> Path:
+def _checkpoint(run: Path, step: int, **more: Any) -> Path:
     async def fill(directory: Path) -> Mapping[str, Any]:
-        (directory / "config.json").write_text(json.dumps({"overrides": ["seed=3"]}))
+        (directory / "config.json").write_text(json.dumps({"overrides": ["seed=3"], **more}))
         return {}
 
     return asyncio.run(checkpoint.write(run / "checkpoints", step, fill))
@@ -74,10 +74,19 @@ def test_resume_puts_the_recorded_overrides_first(tmp_path: Path) -> None:
     run = tmp_path / "odd = name, (1)"
     path = _checkpoint(run, 4)
     for quoted in (f"resume='{run}'", f"resume={run}", f'resume="{path}"'):
-        assert expand_resume([quoted, "steps=9"]) == ["seed=3", quoted, "steps=9"]
-    assert expand_resume(["steps=9"]) == ["steps=9"]
+        assert expand_resume([quoted, "steps=9"]) == (["seed=3", quoted, "steps=9"], [])
+    assert expand_resume(["steps=9"], ["./here"]) == (["steps=9"], ["./here"])
     root, chosen, _ = recorded(str(run))
     assert (root, chosen) == (run, path)
+
+
+def test_resume_looks_into_the_folders_of_the_run_first_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _checkpoint(tmp_path, 4, folders=["/a", str(tmp_path / "b")])
+    _, folders = expand_resume([f"resume={tmp_path}"], ["b", "c"])
+    assert folders == ["/a", str(tmp_path / "b"), str(tmp_path / "c")]
 
 
 def test_resume_of_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path: Path) -> None:
