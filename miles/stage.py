@@ -5,7 +5,6 @@ The loop itself is `miles.loop`; directories, resuming and signals are `miles.ru
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +28,9 @@ from miles.probe import probe, wants_probe
 from miles.protocols import Handle
 from miles.remote import RemoteTrainer
 from miles.settings import Settings
+from miles.threads import in_thread
 from miles.tracking import Tracking
-from miles.types import Drop, Group, Sampling, Task
+from miles.types import Array, Drop, Group, Sampling, Task
 from miles.weights import Weights
 
 __all__ = ["Shared", "Stage"]
@@ -160,9 +160,24 @@ class Stage:
             async with self.placement.training():
                 with self.timing("train"):
                     passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
-        batch = await asyncio.to_thread(self.algorithm.prepare, groups, passes)
+        batch = await self._learn(groups, passes)
         batch = replace(batch, probe=await self._probe(groups))
         return self.hook.prepared(groups=groups, batch=batch)  # type: ignore[no-any-return]
+
+    async def _learn(self, groups: Sequence[Group], passes: Mapping[str, Array]) -> Batch:
+        limit = self.settings.worker_timeout_s
+        name = f"{type(self.algorithm).__name__}.prepare"
+        try:
+            return await in_thread(
+                partial(self.algorithm.prepare, groups, passes), name=name, timeout_s=limit
+            )
+        except TimeoutError as error:
+            if str(error):
+                raise  # its own
+            raise RunError(
+                f"stage {self.name}: {name} of {len(groups)} groups was not done after {limit:g} s "
+                "(worker_timeout_s)"
+            ) from None
 
     async def _probe(self, groups: Sequence[Group]) -> Tokens | None:
         version, engines = self.trainer.version, self.engines

@@ -41,7 +41,8 @@ TABLE = {
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
     "loop": Row(
-        "buffer placement checkpoint ledger tracking measure loop directory record curves report",
+        "buffer placement checkpoint ledger tracking threads measure loop directory record curves"
+        " report",
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",
     ),

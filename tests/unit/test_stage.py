@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
-from miles import Receipt, Settings, Task
+from miles import Receipt, RunError, Settings, Task
 from miles.buffer import Buffer
 from miles.placement import Split
 from miles.pool import Pool
@@ -75,6 +76,23 @@ def test_stage_publishes_its_first_and_last_weights_whatever_publish_every(tmp_p
         return sent
 
     assert asyncio.run(main()) == [3, 4, 6, 7]
+
+
+def test_stage_gives_up_an_algorithm_that_does_not_come_back(tmp_path: Path) -> None:
+    """It waited for ever."""
+
+    class Stuck:
+        def needs(self) -> tuple[str, ...]:
+            return ()
+
+        def prepare(self, groups: Any, passes: Any) -> Any:
+            time.sleep(5)
+
+    stage = made(tmp_path, worker_timeout_s=0.05)
+    stage.algorithm = Stuck()
+    said = r"stage grpo: Stuck\.prepare of 2 groups was not done after 0\.05 s \(worker_timeout_s\)"
+    with pytest.raises(RunError, match=said):
+        asyncio.run(stage.prepare([None, None]))  # type: ignore[list-item]
 
 
 def test_stage_evaluation_is_timed_and_no_step_pays_for_what_went_before(tmp_path: Path) -> None:
