@@ -200,7 +200,7 @@ class _Server:
         session = self._session(request)
         body = await _body(request, optional=True)
         _refuse_unknown(body, "reward")
-        reward = body.get("reward", 0.0)
+        reward = 0.0 if body.get("reward") is None else body["reward"]
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise UnsupportedRequest(f"samples: reward {reward!r} is not a number")
         made = session.samples() if session.turns else ()

@@ -60,6 +60,8 @@ def read(body: Mapping[str, Any], *, images: bool) -> Asked:
     options = body.get("stream_options") or {}
     if not isinstance(stream, bool) or not isinstance(options, dict):
         raise UnsupportedRequest(f"{API}: stream is a boolean, stream_options an object")
+    if not isinstance(options.get("include_usage") or False, bool):
+        raise UnsupportedRequest(f"{API}: stream_options.include_usage is a boolean")
     if unknown := set(options) - {"include_usage", "include_obfuscation"}:
         raise UnsupportedRequest(f"{API}: stream_options.{min(unknown)} is not known")
     given = items(body.get("messages"), where=f"{API}: messages")

@@ -13,13 +13,18 @@ from miles.session.server.samples import SAFETENSORS
 __all__ = ["document"]
 
 _TEXT = {"type": "string"}
-_COUNT = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
+_COUNT = {"type": "integer", "minimum": 1}
 _BOOL = {"type": "boolean"}
+_ANY: dict[str, Any] = {}
 
 
 def _object(
-    required: Sequence[str] = (), *, closed: bool = True, **properties: Any
+    required: Sequence[str] = (), *, closed: bool = False, **properties: Any
 ) -> dict[str, Any]:
+    """An object; what is not required may also be null, which means the same as leaving it out."""
+    for name in properties.keys() - set(required):
+        if properties[name]:
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
     made: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         made["required"] = list(required)
@@ -40,21 +45,21 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_NAME = {"type": "string", "minLength": 1, "maxLength": 64}
-_SCHEMA = _object(closed=False, type=_only("object"))
+_NAME = {"type": "string", "minLength": 1}
+_SCHEMA = {"type": "object"}
 _DRAW: dict[str, Any] = {
     "max_tokens": _COUNT,
     "temperature": {"type": "number", "minimum": 0, "maximum": 2},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": -1, "maximum": 1_000_000},
-    "model": _TEXT,
+    "top_k": {"type": "integer", "minimum": -1},
+    "model": _ANY,
     "stream": _BOOL,
 }
 
 
 def _chat() -> dict[str, Any]:
     part = _object(["type", "text"], type=_only("text"), text=_TEXT)
-    content = {"anyOf": [_TEXT, _list(part, minItems=1)]}
+    content = {"anyOf": [_TEXT, _list(part)]}
     call = _object(
         ["id", "type", "function"],
         id=_NAME,
@@ -71,7 +76,7 @@ def _chat() -> dict[str, Any]:
                 role=_only("assistant"),
                 content=content,
                 reasoning_content=_TEXT,
-                tool_calls=_list(call, minItems=1),
+                tool_calls=_list(call),
             ),
             _object(
                 ["role", "content", "tool_call_id"],
@@ -85,13 +90,15 @@ def _chat() -> dict[str, Any]:
     offered = _object(["type", "function"], type=_only("function"), function=function)
     return _object(
         ["messages"],
+        closed=True,
         messages=_list(message, minItems=1),
         tools=_list(offered),
         tool_choice=_only("auto"),
         n=_only(1),
-        user=_TEXT,
-        seed={"type": "integer"},
-        stream_options=_object(include_usage=_BOOL),
+        user=_ANY,
+        seed=_ANY,
+        input_ids=_ANY,
+        stream_options=_object(closed=True, include_usage=_BOOL, include_obfuscation=_ANY),
         max_completion_tokens=_COUNT,
         **_DRAW,
     )
@@ -132,10 +139,11 @@ def _responses() -> dict[str, Any]:
     draw = {name: rule for name, rule in _DRAW.items() if name not in ("max_tokens", "top_k")}
     return _object(
         ["input"],
+        closed=True,
         input={"anyOf": [_TEXT, _list(item, minItems=1)]},
         instructions=_TEXT,
         tools=_list(offered),
-        store=_BOOL,
+        store=_ANY,
         max_output_tokens=_COUNT,
         **draw,
     )
@@ -148,7 +156,7 @@ def _messages() -> dict[str, Any]:
         type=_only("tool_use"),
         id=_NAME,
         name=_NAME,
-        input=_object(closed=False),
+        input=_object(),
     )
     result = _object(
         ["type", "tool_use_id"], type=_only("tool_result"), tool_use_id=_NAME, content=_TEXT
@@ -170,6 +178,7 @@ def _messages() -> dict[str, Any]:
     offered = _object(["name"], name=_NAME, description=_TEXT, input_schema=_SCHEMA)
     return _object(
         ["messages", "max_tokens"],
+        closed=True,
         messages=_list(message, minItems=1),
         system=_TEXT,
         tools=_list(offered),
@@ -207,14 +216,17 @@ def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
 def document(apis: Sequence[str]) -> dict[str, Any]:
     """OpenAPI 3.1 of a server that answers these paths below `/sessions/{id}/v1`."""
     session = {"name": "id", "in": "path", "required": True, "schema": _NAME}
-    any_object = _object(closed=False)
+    any_object = _object()
     below: dict[str, Any] = {
         "/sessions": {
             "get": {"responses": _answers(good={200: _json(any_object)})},
             "post": {
                 "requestBody": {
                     "content": _json(
-                        _object(id={"type": "string", "pattern": "^[A-Za-z0-9]{12,40}$"})
+                        _object(
+                            closed=True,
+                            id={"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"},
+                        )
                     )
                 },
                 "responses": _answers(good={201: _json(_ref("Opened"))}),
@@ -228,7 +240,7 @@ def document(apis: Sequence[str]) -> dict[str, Any]:
         "/sessions/{id}/samples": {
             "parameters": [session],
             "post": {
-                "requestBody": {"content": _json(_object(reward={"type": "number"}))},
+                "requestBody": {"content": _json(_object(closed=True, reward={"type": "number"}))},
                 "responses": _answers(
                     good={200: {**_json(_ref("Samples")), SAFETENSORS: {"schema": {}}}}
                 ),
@@ -264,7 +276,6 @@ def _schemas() -> dict[str, Any]:
     numbers = _list({"type": "number"})
     sample = _object(
         ["tokens", "trainable", "logprobs", "versions", "reward"],
-        closed=False,
         tokens=_list({"type": "integer"}),
         trainable=_list(_BOOL),
         logprobs={"anyOf": [numbers, {"type": "null"}]},
@@ -272,10 +283,10 @@ def _schemas() -> dict[str, Any]:
         reward={"type": "number"},
     )
     return {
-        "Error": _object(["error"], closed=False, error=_object(["message"], closed=False)),
+        "Error": _object(["error"], error=_object(["message"])),
         "Opened": _object(
             ["session_id", "token", "model"], session_id=_TEXT, token=_TEXT, model=_TEXT
         ),
-        "State": _object(["session_id", "turns", "tokens"], closed=False),
+        "State": _object(["session_id", "turns", "tokens"]),
         "Samples": _object(["samples"], samples=_list(sample)),
     }
