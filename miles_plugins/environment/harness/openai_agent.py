@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 TURNS = 4
@@ -32,7 +32,9 @@ async def solve(
     task: Mapping[str, Any], *, base_url: str, api_key: str, model: str
 ) -> tuple[str, Mapping[str, float]]:
     """The answer to a task, with what to log: a conversation in which the model may calculate."""
-    client = _client().with_options(base_url=f"{base_url}/v1", api_key=api_key)
+    client = _client(asyncio.get_running_loop()).with_options(
+        base_url=f"{base_url}/v1", api_key=api_key
+    )
     messages = list(task["prompt"])
     counts = {"turns": 0.0, "tools/calls": 0.0, "tools/errors": 0.0}
     for _ in range(TURNS):
@@ -52,9 +54,10 @@ async def solve(
     return "", counts
 
 
-@cache
-def _client() -> Any:
-    """One client for all conversations: each would otherwise read the system's certificates."""
+@lru_cache(maxsize=1)
+def _client(loop: asyncio.AbstractEventLoop) -> Any:
+    """One client for all conversations of an event loop: each would otherwise read the system's
+    certificates."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(api_key="given with each conversation", max_retries=0, timeout=600.0)
