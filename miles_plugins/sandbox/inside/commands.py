@@ -155,10 +155,24 @@ def run_snippet(argv, source):
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = told
-    exec(compile(source, "<string>", "exec", dont_inherit=True), main.__dict__)
+    code = compile(source, "<string>", "exec", dont_inherit=True)
+    if sys.version_info >= (3, 13):
+        _show_lines(code, source)
+    exec(code, main.__dict__)
     if _ends_simply(set(sys.modules) - modules):
         del main
         _end()
+
+
+def _show_lines(code, source):
+    """Let tracebacks show the snippet's lines, as interpreters from 3.13 on do, instead of those
+    that this process was started with."""
+    import linecache
+
+    linecache.cache["<string>"] = len(source), None, source.splitlines(True), "<string>"
+    register = getattr(linecache, "_register_code", None)
+    if register is not None and hasattr(linecache, "_interactive_cache"):
+        register(code, source, "<string>")
 
 
 def _ends_simply(imported):
