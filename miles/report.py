@@ -102,7 +102,22 @@ def _tiles(record: Record) -> str:
         tiles.append(("engine", short(_average(speed)), "tokens per second"))
     if trained := _column(record.steps, "tokens/trained"):
         tiles.append(("trained", short(sum(trained)), f"tokens in {len(record.steps)} steps"))
+    tiles += _conversation_tiles(record, lines)
     return '<section class="tiles">' + "".join(_tile(*t) for t in tiles) + "</section>"
+
+
+def _conversation_tiles(record: Record, lines: Sequence[Line]) -> Iterable[tuple[str, str, str]]:
+    """What matters where a trajectory has several turns; `lines` are those of the stage shown."""
+    turns = _column(lines, "session/turns")
+    if max(turns, default=0.0) <= 1:
+        return
+    yield "turns", short(turns[-1]), f"a trajectory, from {short(turns[0])}"
+    mismatches = _column(record.steps, "session/token_mismatches")
+    yield "token mismatches", short(sum(mismatches)), "in the whole run"
+    if errors := _column(lines, "env/tools/errors"):
+        yield "tool errors", short(errors[-1]), f"a trajectory, from {short(errors[0])}"
+    if rate := _column(lines, "router/prefix_hit_rate"):
+        yield "prefix-cache hits", f"{100 * _average(rate):.1f} %", "of prompt tokens"
 
 
 def _tile(label: str, value: str, more: str) -> str:
@@ -147,6 +162,16 @@ def _charts(record: Record) -> Iterable[str]:
         yield chart(f"Loss terms, {panel.name}", [panel], unit="per step")
     yield chart("Gradient norm", panels("grad_norm"), unit="before clipping", floor=0.0)
     yield chart("Length", panels("length/mean"), unit="tokens a trajectory", floor=0.0)
+    yield chart("Trained tokens", panels("tokens/trained"), unit="tokens a step", floor=0.0)
+    yield chart("Turns", panels("session/turns"), unit="a trajectory", floor=0.0)
+    yield chart("Token mismatches", panels("session/token_mismatches"), unit="in a step", floor=0.0)
+    yield chart(
+        "Prefix-cache hit rate",
+        panels("router/prefix_hit_rate"),
+        unit="share of prompt tokens",
+        floor=0.0,
+        ceiling=1.0,
+    )
     yield chart(
         "Staleness", panels("staleness/mean", "staleness/max"), unit="trainer steps", floor=0.0
     )

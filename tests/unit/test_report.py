@@ -51,6 +51,8 @@ def make_run(directory: Path, *, sft: int = 60, grpo: int = 30, finished: bool =
             line |= {"loss/policy": noise.gauss(0, 1), "reward/mean": step / 100}
             line |= {"mismatch/logprob_abs_max": 1e-5, "groups/dropped/zero_variance": step % 3}
             line |= {"env/digits": 0.5, "engine/tokens_per_s": 4000.0}
+            line |= {"session/turns": 3 - 1 / step, "session/token_mismatches": 0}
+            line |= {"env/tools/errors": 0.25, "router/prefix_hit_rate": 0.9375}
         lines.append(line)
     for step, score in ((0, 0.0), (sft, 0.4)):
         named = {"eval/heldout/score": score, "eval/heldout/stderr": 0.02}
@@ -94,6 +96,13 @@ def test_report_shows_everything_that_is_known(tmp_path: Path) -> None:
         "Dropped groups",
         "zero_variance",
         "env/digits",
+        "<small>turns</small>",
+        "<small>token mismatches</small><b>0</b>",
+        "<small>tool errors</small><b>0.25</b>",
+        "<small>prefix-cache hits</small><b>93.8 %</b>",
+        "Prefix-cache hit rate",
+        "Trained tokens",
+        "env/tools/errors",
         "0.4 ± 0.02",
         "skipped: too &lt;late&gt;",
         "mismatch 2 over budget",
