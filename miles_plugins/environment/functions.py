@@ -260,7 +260,7 @@ except Exception as error:
 
 
 def built_in(
-    interpreter: Sequence[str] = ("python3", "-I"), timeout_s: float = 10.0
+    interpreter: Sequence[str] = ("python3",), timeout_s: float = 10.0
 ) -> dict[str, Callable[..., Any]]:
     """The tools that come with miles; `timeout_s` is what a command in the box may take."""
 

@@ -62,7 +62,7 @@ class Tools:
         """Seconds one call may take."""
         max_output: int = 4000
         """Characters of a result that the model is shown."""
-        interpreter: tuple[str, ...] = ("python3", "-I")
+        interpreter: tuple[str, ...] = ("python3",)
         """Command of the `python` tool's interpreter, fresh for each call."""
         system: str = ""
         """A system message before every prompt that has none."""

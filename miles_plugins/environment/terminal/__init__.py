@@ -238,6 +238,8 @@ class TerminalEpisode:
         environment, folder = self._environment, self._folder
         box, places = await self._opened()
         if not environment.fresh:
+            if (halt := getattr(box, "halt", None)) is not None:
+                await halt()  # what the agent left running could still reach the tests
             return await grade(box, places, folder)
         limit = environment.config.max_state_mb * 2**20
         state = await places.pack(box, limit)

@@ -110,7 +110,8 @@ def test_call_that_never_ends_is_stopped_and_told():
     began = time.monotonic()
     replies = [tool_call("python", code="while True: pass"), tool_call("shell", command="sleep 60")]
     played = play(environment, replies)
-    assert results(played) == ["error: it took longer than 0.3 s"] * 2
+    for told in results(played):
+        assert told.startswith("error: ") and told.endswith("it took longer than 0.3 s")
     assert time.monotonic() - began < 10
 
 
