@@ -18,7 +18,7 @@ from miles.batch import Receipt
 from miles.buffer import Buffer
 from miles.engines import Engines
 from miles.errors import ConfigError
-from miles.placement import Colocated, Split
+from miles.placement import Colocated, Placement, Split
 from miles.pool import Pool
 from miles.protocols import Context, Handle, Spec
 from miles.remote import RemoteTrainer
@@ -26,7 +26,7 @@ from miles.settings import Settings
 from miles.stage import Shared, Stage
 from miles.weights import Weights
 
-__all__ = ["build"]
+__all__ = ["build", "make_buffer", "make_placement"]
 
 
 async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
@@ -67,7 +67,16 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     engines = stage.engines.handles if stage.engines is not None and stage.samples else []
     sides = [stage.trainer.handle, *engines]
     await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
-    stage.buffer = Buffer(
+    stage.buffer = make_buffer(settings, version=shared.version, until=stage.last)
+    stage.placement = make_placement(
+        settings, buffer=stage.buffer, trainer=stage.trainer, engines=stage.engines
+    )
+    return stage
+
+
+def make_buffer(settings: Settings, *, version: int, until: int) -> Buffer:
+    """The buffer of a stage that is at `version` and ends at `until`."""
+    return Buffer(
         groups_per_step=settings.groups_per_step,
         samples_per_group=settings.samples_per_group,
         max_lag=settings.max_lag,
@@ -76,20 +85,24 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         capacity=round(settings.capacity_factor * settings.groups_per_step),
         take_order=settings.take_order,
         free_each_sample=_by_sample(settings),
-        retry_unused=settings.unused == "retry",
-        version=shared.version,
-        until=stage.last,
+        max_retries=settings.max_retries if settings.unused == "retry" else 0,
+        cancel_doomed=settings.cancel_doomed or (not settings.max_lag and settings.oversample > 0),
+        version=version,
+        until=until,
         starved_after_s=settings.starved_after_s,
     )
-    stage.placement = Split()
-    if settings.placement == "colocated" and stage.engines is not None:
-        stage.placement = Colocated(
-            buffer=stage.buffer,
-            trainer=stage.trainer,
-            engine=stage.engines,
+
+
+def make_placement(settings: Settings, *, buffer: Buffer, trainer: Any, engines: Any) -> Placement:
+    """The placement of a stage; `engines` is None when nothing samples."""
+    if settings.placement == "colocated" and engines is not None:
+        return Colocated(
+            buffer=buffer,
+            trainer=trainer,
+            engine=engines,
             drain_timeout_s=settings.episode_timeout_s,
         )
-    return stage
+    return Split()
 
 
 async def _agree(wanted: str, sides: Sequence[Handle], timeout_s: float) -> None:

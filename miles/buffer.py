@@ -11,13 +11,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miles.errors import BufferStarved
 from miles.types import Drop, Group, Task
 
 __all__ = ["Accounts", "Buffer", "Lease"]
+
+
+def _now() -> float:
+    """Seconds of the running event loop, which are virtual in a simulation."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # made before a loop runs; loops count as the monotonic clock does
+        return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,8 @@ class Buffer:
         capacity: int | None = None,
         take_order: str = "fifo",
         free_each_sample: bool = False,
-        retry_unused: bool = False,
+        max_retries: int = 0,
+        cancel_doomed: bool = False,
         version: int = 0,
         until: int | None = None,
         starved_after_s: float = 120.0,
@@ -75,8 +84,10 @@ class Buffer:
         self.capacity = max(capacity or 2 * groups_per_step, groups_per_step)
         self.take_order = take_order
         self.free_each_sample = free_each_sample
-        self.retry_unused = retry_unused
+        self.max_retries = max_retries
+        self.cancel_doomed = cancel_doomed
         self.unused: list[Task] = []  # of groups that grew too old, to attempt again
+        self.retried: Counter[str] = Counter()  # task id -> how often it was
         self.starved_after_s = starved_after_s
         self.trainer_version = version
         self.published_version = version
@@ -88,6 +99,9 @@ class Buffer:
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
         self._running_total = 0
+        self._began: dict[int, int] = {}  # group id -> version that was published as it began
+        self._cancels: dict[int, Callable[[], object]] = {}
+        self._doomed: set[int] = set()  # cancelled, and not back yet
         self._ready: dict[int, Group] = {}  # in order of arrival
         self._oldest: dict[int, int | None] = {}  # of groups in `_ready` and in training
         self._training: dict[int, Lease] = {}
@@ -95,7 +109,7 @@ class Buffer:
         self._held = 0
         self._closed = self._stopped = False
         self._changed = asyncio.Event()
-        self._last_arrival = time.monotonic()
+        self._last_arrival = _now()
 
     # ---- admission
 
@@ -121,8 +135,11 @@ class Buffer:
         while not self.room():
             await self._wait(None)
 
-    def start(self, lease: Lease) -> None:
-        """A group begins."""
+    def start(self, lease: Lease, cancel: Callable[[], object] | None = None) -> None:
+        """A group begins; `cancel` ends it early, when it has become useless."""
+        self._began[lease.id] = self.published_version
+        if cancel is not None:
+            self._cancels[lease.id] = cancel
         self._leases[lease.id] = lease
         self._running[lease.id] = self.samples_per_group
         self._running_total += self.samples_per_group
@@ -139,12 +156,14 @@ class Buffer:
     def finish(self, group: Group, drop: Drop | None) -> None:
         """A group is back: buffered, or dropped on arrival."""
         self._running_total -= self._running.pop(group.id)
+        self._began.pop(group.id)
+        self._cancels.pop(group.id, None)
         self.accounts.in_flight -= 1
         if drop is None:
             self._ready[group.id] = group
             self._oldest[group.id] = group.oldest
             self.accounts.buffered += 1
-            self._last_arrival = time.monotonic()
+            self._last_arrival = _now()
         else:
             self._end(group.id, drop.reason)
         self._changed.set()
@@ -169,10 +188,35 @@ class Buffer:
         for group in [g for g in self._ready.values() if self.staleness(g) > self.max_lag]:
             del self._ready[group.id]
             self.accounts.buffered -= 1
-            if self.retry_unused:
-                self.unused.append(group.task)
+            self._retry(group.task)
             self._end(group.id, "stale")
             self._changed.set()
+
+    def _retry(self, task: Task) -> None:
+        if self.retried[task.id] < self.max_retries:
+            self.retried[task.id] += 1
+            self.unused.append(task)
+
+    def _cancel_doomed(self) -> None:
+        """End groups in flight that can no longer be fresh enough: their oldest token may be of the
+        version that was published as they began."""
+        for group, began in self._began.items():
+            if self.trainer_version - began > self.max_lag and group not in self._doomed:
+                if (cancel := self._cancels.get(group)) is not None:
+                    self._doomed.add(group)
+                    self._retry(self._leases[group].task)
+                    cancel()
+
+    def doomed(self, group: int) -> Drop | None:
+        """Why a group that was cancelled is dropped; None when it was not this buffer's doing."""
+        if group not in self._doomed:
+            return None
+        self._doomed.discard(group)
+        return Drop(
+            reason="aborted",
+            detail=f"began under version {self._began[group]}, more than max_lag "
+            f"({self.max_lag}) before the trainer's {self.trainer_version}",
+        )
 
     async def take(self, count: int, *, last: str = "keep") -> list[Group]:
         """Exactly `count` groups, none older than `max_lag`, in order of id; they count as in
@@ -181,7 +225,7 @@ class Buffer:
         When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty
         also after `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
         """
-        self._last_arrival = began = time.monotonic()
+        self._last_arrival = began = _now()
         seen = Counter(self.accounts.dropped)
         self._evict()
         while True:
@@ -189,21 +233,29 @@ class Buffer:
                 return []
             if len(self._ready) >= count or self._closed:
                 self._evict()  # stragglers may have been stale on arrival
-            if len(self._ready) >= count:
+            if len(self._ready) >= count and self._in_order(count):
                 return self._collect(count)
             if self._closed and not self.accounts.in_flight:
                 return self._collect(len(self._ready)) if last == "keep" else []
-            left = self._last_arrival + self.starved_after_s - time.monotonic()
+            left = self._last_arrival + self.starved_after_s - _now()
             patience: float | None = left
             if left <= 0 and self.accounts.in_flight and self.accounts.dropped == seen:
                 patience = None  # attempts are merely slow; each has its own deadline
             elif left <= 0:
-                raise self._starved(count, time.monotonic() - began, seen)
+                raise self._starved(count, _now() - began, seen)
             if not self._held:
                 await self._wait(patience)
             else:
                 await self._wait(None)
-                self._last_arrival = time.monotonic()
+                self._last_arrival = _now()
+
+    def _in_order(self, count: int) -> bool:
+        """Whether, under `started`, no group in flight began before the ones to take: the order in
+        which groups end prefers short ones."""
+        if self.take_order != "started" or not self._running:
+            return True
+        first = min(self._running)
+        return sum(group < first for group in self._ready) >= count
 
     def _collect(self, count: int) -> list[Group]:
         ready = list(self._ready.values())
@@ -247,6 +299,8 @@ class Buffer:
             self._end(group.id, "trained")
         self.accounts.training -= len(groups)
         self.trainer_version = version
+        if self.cancel_doomed:
+            self._cancel_doomed()
         self._changed.set()
 
     def published(self, version: int) -> None:
@@ -263,7 +317,7 @@ class Buffer:
     def release(self) -> None:
         """Undo one `hold`."""
         self._held -= 1
-        self._last_arrival = time.monotonic()
+        self._last_arrival = _now()
         self._changed.set()
 
     async def drained(self, timeout: float) -> None:
@@ -288,6 +342,8 @@ class Buffer:
         again."""
         left = [*self._running, *self._ready]
         self._running.clear()
+        self._began.clear()
+        self._cancels.clear()
         self._ready.clear()
         self._running_total = self.accounts.in_flight = self.accounts.buffered = 0
         if self._stopped:

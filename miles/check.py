@@ -169,6 +169,21 @@ def setting_faults(settings: Settings) -> Iterator[str]:
             f"publish_every ({settings.publish_every}) is more than max_lag + 1 "
             f"({settings.max_lag + 1}): the trainer would wait for ever for fresh groups"
         )
+    if settings.unused == "retry" and settings.max_retries < 1:
+        yield (
+            "unused=retry needs a limit: max_retries is "
+            f"{settings.max_retries}, and must be at least 1"
+        )
+    if settings.pause == "abort" and not settings.partial and settings.max_lag:
+        yield (
+            "pause=abort ends conversations in the middle of a turn at every publish; take "
+            "pause=retract or in_place, or partial=true, which goes on where they were cut"
+        )
+    if settings.partial and not settings.max_lag:
+        yield (
+            "partial=true gives groups tokens of older weights, and max_lag=0 trains on none; "
+            "take max_lag=1 or more"
+        )
     if settings.max_lag and settings.placement == "colocated":
         yield (
             f"max_lag ({settings.max_lag}) and placement=colocated: engines that sleep while the "
@@ -324,9 +339,15 @@ def _vocabulary(planned: Planned, registry: Registry) -> list[str]:
         return [
             f"tito {chosen.name!r} does not match the checkpoint {directory}: of {text!r}, token "
             f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} by its tokenizer.json; "
-            f"model {spec.name!r} names {model.tito!r}, which tito=auto would take"
+            f"model {spec.name!r} names {_named(model, spec)!r}, which tito=auto would take"
         ]
     return []
+
+
+def _named(model: Any, spec: Spec) -> str:
+    """The handler that a model wants as it is configured."""
+    choose = getattr(model, "choose_tito", None)
+    return str(choose(spec.config) if choose else model.tito)
 
 
 # ---------------------------------------------------------------- between stages

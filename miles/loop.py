@@ -140,13 +140,19 @@ async def produce(run: Run) -> None:
             if lease is None:
                 run.buffer.close()
                 return
-            run.buffer.start(lease)
+            task = tasks.create_task(_bring_back(run, lease), name=f"group {lease.id}")
+            run.buffer.start(lease, task.cancel)
             run.hook.group_started(group=lease.id, task=lease.task)
-            tasks.create_task(_bring_back(run, lease), name=f"group {lease.id}")
 
 
 async def _bring_back(run: Run, lease: Lease) -> None:
-    group = await run.rollout(lease)
+    try:
+        group = await run.rollout(lease)
+    except asyncio.CancelledError:
+        if (doom := run.buffer.doomed(lease.id)) is None:
+            raise
+        lost = Trajectory(id=f"g{lease.id}", samples=(), failure=doom)
+        group = Group(id=lease.id, task=lease.task, trajectories=(lost,))
     drop = run.judge(group)
     run.buffer.finish(group, drop)
     run.hook.group_finished(group=group, drop=drop)

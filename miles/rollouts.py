@@ -23,6 +23,7 @@ from miles.router import Router
 from miles.seeds import derive_seed
 from miles.served import SessionServer
 from miles.session import Counters, Session, SessionConversation
+from miles.session.partial import Partial
 from miles.types import Group, Sampling, Task
 
 __all__ = ["Rollouts"]
@@ -87,7 +88,9 @@ class Rollouts:
             )
             self.sampler, self.sampler_max_len = await router.__aenter__(), max_len
         if not self._replays:
-            self.engine, self.max_len = self.sampler, max_len
+            engine: Any = self.sampler
+            self.engine = Partial(engine) if self.settings.partial else engine
+            self.max_len = max_len
 
     async def rewire(self, engines: Sequence[Sequence[Any]]) -> None:
         """Dial those again whose connection has ended; arguments as of `connect`."""

@@ -91,6 +91,16 @@ class Settings:
     """Which finished groups the trainer takes first."""
     unused: Literal["drop", "retry"] = "drop"
     """What becomes of a task whose group grew too old: nothing, or it is attempted again."""
+    max_retries: int = 3
+    """How often one task is attempted again."""
+    cancel_doomed: bool = False
+    """Cancel groups in flight that began under weights older than max_lag allows; groups beyond
+    what a synchronous step needed are always cancelled."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """What a publish does to requests that are being answered: they go on with their keys and
+    values computed again under the new weights, go on with those they have, or end."""
+    partial: bool = False
+    """Requests that a publish ended go on from the tokens that they had."""
     last_batch: Literal["keep", "drop"] = "keep"
     """Whether a last short batch is trained on when tasks run out."""
     publish_every: int = 1

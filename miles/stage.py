@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -335,6 +336,7 @@ class Stage:
                 "ledger_offset": shared.ledger.offset,
                 "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
                 "unused": msgspec.to_builtins(self.buffer.unused),
+                "retried": dict(self.buffer.retried),
             }
 
         path = await checkpoint.write(folder, version, fill)
@@ -356,3 +358,4 @@ class Stage:
             Lease(id=x["id"], task=msgspec.convert(x["task"], Task)) for x in state["leases"]
         ]
         self.buffer.unused = msgspec.convert(state["unused"], list[Task])
+        self.buffer.retried = Counter(state["retried"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -154,8 +156,8 @@ def test_buffer_evicts_stale_at_take() -> None:
 
 
 def test_buffer_keeps_tasks_of_stale_groups_only_when_they_are_to_be_retried() -> None:
-    async def main(retry: bool) -> list[str]:
-        b = buffer(groups_per_step=1, oversample=1, retry_unused=retry)
+    async def main(retries: int) -> list[str]:
+        b = buffer(groups_per_step=1, oversample=1, max_retries=retries)
         for n in (0, 1):
             b.start(lease(n))
             b.finish(group(n, 0), None)
@@ -167,8 +169,67 @@ def test_buffer_keeps_tasks_of_stale_groups_only_when_they_are_to_be_retried() -
         assert b.accounts.dropped == {"stale": 1} and b.accounts.balanced
         return [task.id for task in b.unused]
 
-    assert asyncio.run(main(True)) == ["1"]
-    assert asyncio.run(main(False)) == []
+    assert asyncio.run(main(1)) == ["1"]
+    assert asyncio.run(main(0)) == []
+
+
+def test_buffer_retries_a_task_no_more_often_than_it_may() -> None:
+    async def main() -> None:
+        b = buffer(groups_per_step=1, max_retries=2, max_lag=0)
+        again = []
+        for n in range(5):
+            b.start(Lease(id=n, task=Task(id="same", prompt="x")))
+            b.trainer_version = n + 1
+            b.finish(replace(group(n, 0), task=Task(id="same", prompt="x")), None)
+            b._evict()
+            again.append(len(b.unused))
+        assert again == [1, 2, 2, 2, 2]
+
+    asyncio.run(main())
+
+
+def test_buffer_started_order_waits_for_the_first_started() -> None:
+    """Completion order prefers short groups; this order does not."""
+
+    async def main() -> None:
+        b = buffer(groups_per_step=2, max_lag=3, take_order="started")
+        for n in range(4):
+            b.start(lease(n))
+        for n in (1, 2, 3):
+            b.finish(group(n, 0), None)
+        taking = asyncio.create_task(b.take(2))
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        b.finish(group(0, 0), None)
+        assert [g.id for g in await taking] == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_buffer_cancels_what_began_too_long_ago() -> None:
+    async def main() -> None:
+        b = buffer(groups_per_step=1, max_lag=1, cancel_doomed=True, max_retries=1)
+        cancelled: list[int] = []
+        for n in range(2):
+            b.start(lease(n), partial(cancelled.append, n))
+        b.finish(group(0, 0), None)
+        b.stepped(1, await b.take(1))
+        b.published(1)
+        assert cancelled == []  # group 1 is one version old, which is allowed
+        b.start(lease(2), partial(cancelled.append, 2))
+        b.finish(group(2, 1), None)
+        b.stepped(2, await b.take(1))
+        assert cancelled == [1]
+        b.stepped(3, [])
+        assert cancelled == [1]  # once
+        drop = b.doomed(1)
+        assert drop is not None and drop.reason == "aborted"
+        assert "began under version 0, more than max_lag (1)" in drop.detail
+        b.finish(group(1, 0), drop)
+        assert b.accounts.dropped == {"aborted": 1} and b.accounts.balanced
+        assert [task.id for task in b.unused] == ["1"] and b.doomed(1) is None
+
+    asyncio.run(main())
 
 
 def test_buffer_starved_says_what_it_saw() -> None:

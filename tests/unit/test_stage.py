@@ -115,7 +115,7 @@ def test_stage_attempts_unused_tasks_again_before_new_ones(tmp_path: Path) -> No
     )
     stage.buffer.unused = [old]
     (tmp_path / "selector.json").write_text("{}")
-    state = {"leases": [], "unused": msgspec.to_builtins(stage.buffer.unused)}
+    state = {"leases": [], "retried": {}, "unused": msgspec.to_builtins(stage.buffer.unused)}
     stage.restore(tmp_path, state)
     leases = [stage.lease(), stage.lease()]
     assert [(x.id, x.task.id) for x in leases if x] == [(0, "old"), (1, "new")]

@@ -35,8 +35,9 @@ class Torch:
 
     Log-probs are under the whole distribution at the sampling temperature; a greedy request
     (temperature 0) reports them at temperature 1. New weights take effect between two forwards:
-    running requests go on under the new version, with their keys and values computed again, and
-    their spans say which token is from which version.
+    running requests go on under the new version, with their keys and values computed again
+    (`pause=retract`), kept as they are (`in_place`), or they end (`abort`); their spans say which
+    token is from which version.
     """
 
     samples = True
@@ -102,6 +103,7 @@ class Torch:
             reuse=config.prefix_reuse,
         )
         self._listeners: dict[Any, asyncio.Queue[Array | None]] = {}
+        self._pause = context.settings.pause
         self._paused = self._asleep = False
         self._task: asyncio.Task[None] | None = None
 
@@ -261,7 +263,10 @@ class Torch:
             )
         found = collect(self.decoder, self.model.engine_name, weights)
         where = self._device if not self._asleep else "cpu"
-        batching.load(version, fuse(self.decoder, found, dtype=self._dtype, device=where))
+        parameters = fuse(self.decoder, found, dtype=self._dtype, device=where)
+        if self._pause == "abort":
+            await self.abort()
+        batching.load(version, parameters, keep=self._pause == "in_place")
         self._start()
 
     async def version(self) -> int:

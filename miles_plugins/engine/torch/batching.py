@@ -46,18 +46,22 @@ class Batching:
         """Whether a step would do anything."""
         return self.parameters is not None and bool(self.waiting or self.table.active)
 
-    def load(self, version: int, parameters: Parameters) -> None:
+    def load(self, version: int, parameters: Parameters, *, keep: bool = False) -> None:
         """Serve other weights from the next step on.
 
         Running requests keep their tokens, log-probs and versions; their keys and values are
-        computed again under the new weights.
+        computed again under the new weights, or kept with `keep`. Kept ones serve no other request.
         """
         self.parameters, self.version = parameters, version
-        self.forget()
+        if keep:
+            self.table.grow_old()
+        else:
+            self.forget()
 
     def forget(self) -> None:
         """Drop all keys and values; running requests compute theirs again."""
         self.table.filled[:] = 0
+        self.table.old[:] = False
 
     # ------------------------------------------------------------ requests come and go
 
@@ -93,6 +97,7 @@ class Batching:
             if table.filled[row]:
                 self._copy([row], [heir.row], int(table.filled[row]))
                 table.filled[heir.row] = table.filled[row]
+                table.old[heir.row] = table.old[row]
 
     def _admit(self) -> None:
         if not self.waiting:
@@ -279,6 +284,7 @@ class Batching:
         lengths = table.filled[sources]
         self._copy(sources, targets, int(lengths.max()))
         table.filled[targets] = lengths
+        table.old[targets] = table.old[sources]
         table.held_back[targets] = False
         table.used[targets] = self.steps
         for job in followers:

@@ -66,6 +66,7 @@ class Table:
         self.tokens = np.zeros((rows, max_len), np.int64)
         self.length = np.zeros(rows, np.int64)
         self.filled = np.zeros(rows, np.int64)
+        self.old = np.zeros(rows, bool)  # keys and values are of earlier weights
         self.prompt = np.zeros(rows, np.int64)
         self.limit = np.zeros(rows, np.int64)
         self.used = np.zeros(rows, np.int64)  # the step in which the row was last computed or freed
@@ -99,6 +100,7 @@ class Table:
         self.tokens[row, :size] = job.tokens
         self.length[row] = self.prompt[row] = size
         self.filled[row] = share
+        self.old[row] = False
         self._newest += 1
         self.arrival[row] = self._newest
         self.used[row] = step
@@ -135,6 +137,14 @@ class Table:
         self.jobs[row] = None
         self.state[row] = FREE
         self.used[row] = step
+        if self.old[row]:
+            self.filled[row], self.old[row] = 0, False
+
+    def grow_old(self) -> None:
+        """New weights: rows that sample keep their keys and values, all others lose them."""
+        sampling = self.state == SAMPLING
+        self.filled[~sampling] = 0
+        self.old = sampling & (self.filled > 0)
 
     def resident(self, tokens: Array, pending: Sequence[int]) -> tuple[int, int]:
         """The row that shares the longest computed prefix with a prompt, and how long it is.
@@ -147,7 +157,7 @@ class Table:
             return -1, 0
         differs = self.tokens[:, :size] != tokens[:size]
         share = np.where(differs.any(1), differs.argmax(1), size)
-        share = np.minimum(share, self.filled)
+        share = np.minimum(share, np.where(self.old, 0, self.filled))
         share[pending] = 0
         # Among equals a free row, which need not be copied.
         row = int(np.argmax(2 * share + (self.state == FREE)))

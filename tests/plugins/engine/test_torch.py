@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from miles import ConfigError, EngineError, Span, WeightSyncError
+from miles import ConfigError, EngineError, Settings, Span, WeightSyncError
+from miles.session.partial import Partial
 
 
 def _run(play):
@@ -126,6 +127,72 @@ def test_load_between_forwards_gives_exact_spans_and_logprobs(tiny, request_for)
         assert got.logprobs[:sampled].tobytes() == by_old[:sampled].tobytes()
         assert got.logprobs[sampled:].tobytes() == by_new[sampled:].tobytes()
         assert np.abs(by_old - by_new).max() > 0.1
+
+    _run(play)
+
+
+@pytest.mark.parametrize("new", [50, 80])
+def test_load_in_place_keeps_running_caches_and_shares_them_with_nobody(
+    tiny, request_for, assert_equal, new
+):
+    """Spans record both versions; what comes later is as on an engine that never saw the old."""
+
+    async def play():
+        engine = tiny.engine(settings=Settings(pause="in_place"))
+        await engine.load(0, tiny.weights())
+        asked = request_for(0, size=10, new=new)
+        task = asyncio.ensure_future(engine.generate(asked))
+        while (await engine.health())["tokens"] < 20:
+            await asyncio.sleep(0)
+        before = int((await engine.health())["tokens"])
+        await engine.load(3, tiny.weights(tiny.other))
+        late = request_for(7, tokens=asked.tokens, new=12)
+        other = await engine.generate(late)
+        got = await task
+        assert [s.version for s in got.spans] == [0, 3] and got.spans[0].stop == before
+        fresh = tiny.engine()
+        await fresh.load(3, tiny.weights(tiny.other))
+        assert_equal(other, await fresh.generate(late))
+        whole = np.concatenate([asked.tokens, got.tokens])
+        recomputed = (await fresh.score(whole))[10 + before :]
+        assert np.abs(got.logprobs[before:] - recomputed).max() > 0.01  # under kept keys and values
+        again = request_for(8, tokens=whole[:30], new=6)
+        assert_equal(await engine.generate(again), await fresh.generate(again))
+
+    _run(play)
+
+
+def test_load_that_aborts_ends_what_runs_and_partial_goes_on(tiny, request_for):
+    async def play():
+        engine = tiny.engine(settings=Settings(pause="abort"))
+        await engine.load(0, tiny.weights())
+        asked = request_for(0, size=10, new=50)
+        cut = asyncio.ensure_future(engine.generate(asked))
+        whole = asyncio.ensure_future(Partial(engine).generate(request_for(1, size=9, new=50)))
+        while (await engine.health())["tokens"] < 40:
+            await asyncio.sleep(0)
+        await engine.load(3, tiny.weights(tiny.other))
+        assert (await cut).finish == "abort" and 0 < len((await cut).tokens) < 50
+        made = await whole
+        assert made.finish == "length" and len(made.tokens) == len(made.logprobs) == 50
+        assert [s.version for s in made.spans] == [0, 3] and made.spans[-1].stop == 50
+
+    _run(play)
+
+
+def test_partial_of_the_same_weights_is_what_it_would_have_been(tiny, request_for, assert_equal):
+    """Cut anywhere and gone on with, a completion is bit-equal to one that was never cut."""
+
+    async def play():
+        asked = request_for(0, size=10, new=40, temperature=1.0)
+        whole = await (await _loaded(tiny)).generate(asked)
+        engine = await _loaded(tiny)
+        task = asyncio.ensure_future(Partial(engine).generate(asked))
+        for tokens in (7, 19, 31):
+            while (await engine.health())["tokens"] < tokens:
+                await asyncio.sleep(0)
+            await engine.abort()
+        assert_equal(await task, whole)
 
     _run(play)
 
