@@ -6,7 +6,6 @@ It chooses nothing; `miles.router.bindings` places keys, `miles.router.watch` as
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,8 @@ __all__ = ["Seen", "Upstream"]
 class Seen:
     """What one check found."""
 
-    began: float
-    """`time.monotonic()` when it began."""
     published: int | None
-    """The published version at that time."""
+    """The published version when it began."""
     version: int
     """The engine's version; -1 when it was not asked."""
     wrong: str
@@ -40,7 +37,7 @@ class Upstream:
     drained: str = ""
     """Why it gets no requests; empty while it serves."""
     drained_at: float = 0.0
-    """`time.monotonic()` of that."""
+    """`loop.time()` of that."""
     failed_checks: int = 0
     """Health checks that failed in a row."""
     failed_keys: set[str] = field(default_factory=set)
@@ -68,10 +65,15 @@ class Upstream:
         """Requests in flight over all ranks."""
         return sum(self.active)
 
+    @property
+    def drained_s(self) -> float:
+        """Seconds since it was drained last."""
+        return asyncio.get_running_loop().time() - self.drained_at
+
     def drain(self, why: str) -> None:
         """Give it nothing more, and end what it is doing: whoever waits sees `TimeoutError`."""
-        self.drained, self.drained_at = why, time.monotonic()
         now = asyncio.get_running_loop().time()
+        self.drained, self.drained_at = why, now
         for limit in self.limits:
             if not limit.expired():
                 limit.reschedule(now)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 
 from miles.router.accounts import Accounts
@@ -87,7 +86,7 @@ class Watch:
     async def ask(self, upstream: Upstream) -> str:
         """What is wrong with an engine; empty when it is well. Everybody who asks at the same time
         shares one check, except that nobody takes good news from before the question."""
-        asked = time.monotonic()
+        old = upstream.probe
         while True:
             probe = upstream.probe
             if probe is None or probe.done():
@@ -101,7 +100,7 @@ class Watch:
             if seen.published != self.published:
                 continue  # seen before other weights were published
             wrong = seen.wrong or self._wrong_version(upstream, seen.version)
-            if wrong or seen.began >= asked:
+            if wrong or probe is not old:
                 return wrong
 
     def _wrong_version(self, upstream: Upstream, version: int) -> str:
@@ -129,7 +128,7 @@ class Watch:
             upstream.failed_checks = upstream.failed_checks + 1 if wrong else 0
             if upstream.failed_checks >= self._failures or wrong.startswith(_VERSION):
                 self.drain(upstream, wrong)
-        elif not wrong and time.monotonic() - upstream.drained_at >= self._backoff(upstream):
+        elif not wrong and upstream.drained_s >= self._backoff(upstream):
             upstream.readmit()
             self.some.set()
             self._accounts.readmitted += 1
@@ -143,8 +142,7 @@ class Watch:
         return min(self._every_s * 2.0**upstream.relapses, _LONGEST_BACKOFF_S)
 
     async def _probe(self, upstream: Upstream) -> Seen:
-        began, published = time.monotonic(), self.published
-        version, wrong = -1, ""
+        published, version, wrong = self.published, -1, ""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await upstream.engine.health()
@@ -154,4 +152,4 @@ class Watch:
             wrong = f"its health check took longer than {self._timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - any answer but a good one means it is not well
             wrong = f"its health check failed: {type(error).__name__}: {error}"
-        return Seen(began=began, published=published, version=version, wrong=wrong)
+        return Seen(published=published, version=version, wrong=wrong)
