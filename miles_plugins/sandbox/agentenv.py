@@ -76,6 +76,8 @@ class Agentenv(RemoteSandbox):
         where = {"api_url": config.url.rstrip("/"), "api_key": os.environ[config.api_key_env]}
         if config.box_url:
             where["sandbox_url"] = config.box_url.rstrip("/")
+        if config.url.startswith("http:") or config.box_url.startswith("http:"):
+            where["http_version"] = "1.1"  # without TLS nobody agrees on another
         if config.domain:
             where["domain"] = config.domain
         return E2bBoxes(

@@ -24,7 +24,7 @@ from daytona import (
 )
 from daytona.common import errors
 
-from miles_plugins.sandbox.provider import Fault, Found
+from miles_plugins.sandbox.provider import Fault, FileTooLarge, Found
 
 if TYPE_CHECKING:
     from miles_plugins.sandbox.daytona import Daytona
@@ -48,8 +48,15 @@ class DaytonaMachine:
         answer = await self.sandbox.process.exec(shlex.join(argv), timeout=math.ceil(timeout_s))
         return int(answer.exit_code), answer.result.encode()
 
-    async def read(self, path: str) -> bytes:
-        """Through the toolbox's file API."""
+    async def read(self, path: str, *, most: int) -> bytes:
+        """Through the toolbox's file API, after a look at the size."""
+        try:
+            info = await self.sandbox.fs.get_file_info(path, self._limit_s)
+        except errors.DaytonaNotFoundError:
+            await self.sandbox.refresh_data()  # is it the box that is not there? then this fails
+            raise FileNotFoundError(f"no such file: {path}") from None
+        if info.size > most:
+            raise FileTooLarge(most)
         return bytes(await self.sandbox.fs.download_file(path, self._limit_s))
 
     async def write(self, path: str, data: bytes) -> None:
@@ -85,12 +92,16 @@ class DaytonaBoxes:
         }
         params: Any
         if config.image:
-            given = {"cpu": config.cpu, "memory": config.memory_gib, "disk": config.disk_gib}
+            given: dict[str, Any] = {
+                "cpu": config.cpu,
+                "memory": config.memory_gib,
+                "disk": config.disk_gib,
+            }
             resources = Resources(**{k: v for k, v in given.items() if v})
             params = CreateSandboxFromImageParams(image=config.image, resources=resources, **around)
         else:
             params = CreateSandboxFromSnapshotParams(snapshot=config.snapshot or None, **around)
-        sandbox = await self._client.create(params, timeout=config.create_timeout_s)
+        sandbox = await self._client.create(params, timeout=config.open_timeout_s)
         machine = DaytonaMachine(sandbox, config.request_timeout_s)
         self._open[machine.id] = sandbox
         return machine

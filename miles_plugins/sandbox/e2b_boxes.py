@@ -18,7 +18,7 @@ import httpx
 from connectrpc.errors import ConnectError
 from e2b import exceptions
 
-from miles_plugins.sandbox.provider import Fault, Found, RemoteConfig
+from miles_plugins.sandbox.provider import Fault, FileTooLarge, Found, RemoteConfig
 
 __all__ = ["E2bBoxes"]
 
@@ -48,13 +48,17 @@ class E2bMachine:
             done = exit
         return int(done.exit_code), done.stdout.encode()
 
-    async def read(self, path: str) -> bytes:
-        """Through the box's file API."""
-        return bytes(
-            await self._sandbox.files.read(
-                path, format="bytes", user=self._user, request_timeout=self._limit_s
-            )
-        )
+    async def read(self, path: str, *, most: int) -> bytes:
+        """Through the box's file API, as a stream."""
+        data = bytearray()
+        async with await self._sandbox.files.read(
+            path, format="stream", user=self._user, request_timeout=self._limit_s
+        ) as file:
+            async for part in file:
+                data += part
+                if len(data) > most:
+                    raise FileTooLarge(most)
+        return bytes(data)
 
     async def write(self, path: str, data: bytes) -> None:
         """Through the box's file API, which makes folders."""
@@ -86,7 +90,7 @@ class E2bBoxes:
             timeout=self._config.lifetime_s,
             metadata=dict(labels),
             allow_internet_access=self._config.network,
-            request_timeout=self._config.create_timeout_s,
+            request_timeout=self._config.open_timeout_s,
             **self._where,
         )
         return E2bMachine(sandbox, user=self._user, limit_s=self._config.request_timeout_s)

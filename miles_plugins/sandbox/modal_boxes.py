@@ -20,7 +20,7 @@ from grpclib.exceptions import StreamTerminatedError
 from modal import exception
 from modal.config import config as modal_config
 
-from miles_plugins.sandbox.provider import Fault, Found
+from miles_plugins.sandbox.provider import Fault, FileTooLarge, Found
 
 if TYPE_CHECKING:
     from miles_plugins.sandbox.modal import Modal
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ModalBoxes", "has_credentials"]
 
 _CHUNK = 1 << 20
+_AT_ONCE = 16
+"""Boxes whose tags are asked for at a time; the SDK's list does not bring them."""
 
 
 class FileTrouble(Exception):
@@ -55,11 +57,14 @@ class ModalMachine:
         code, out, _ = await self._exec(argv, timeout_s=timeout_s, data=data)
         return code, out
 
-    async def read(self, path: str) -> bytes:
-        """By `cat`."""
-        code, out, err = await self._exec(["cat", "--", path], timeout_s=self._limit_s)
+    async def read(self, path: str, *, most: int) -> bytes:
+        """By `head`."""
+        argv = ["head", "-c", str(most + 1), "--", path]
+        code, out, err = await self._exec(argv, timeout_s=self._limit_s)
         if code:
             raise FileTrouble(err.decode(errors="replace").strip() or f"exit code {code}")
+        if len(out) > most:
+            raise FileTooLarge(most)
         return out
 
     async def write(self, path: str, data: bytes) -> None:
@@ -119,11 +124,17 @@ class ModalBoxes:
     async def find(self, labels: Mapping[str, str]) -> Sequence[Found]:
         """Those of the app that have not ended."""
         app = await self._its_app()
-        found = []
-        async for sandbox in modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels)):
-            tags = await sandbox.get_tags.aio()
-            found.append(Found(id=sandbox.object_id, labels=tags))
-        return found
+        sandboxes = modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels))
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def found(sandbox: Any) -> Found | None:
+            with contextlib.suppress(exception.NotFoundError, exception.ConflictError):
+                async with turn:
+                    return Found(id=sandbox.object_id, labels=await sandbox.get_tags.aio())
+            return None  # it ended meanwhile
+
+        each = await asyncio.gather(*[found(sandbox) async for sandbox in sandboxes])
+        return [one for one in each if one is not None]
 
     async def delete(self, id: str) -> None:
         """Terminate it; Modal takes that for done when it has ended already."""

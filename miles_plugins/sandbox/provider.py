@@ -11,12 +11,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from miles import SandboxError
 
-__all__ = ["Fault", "Found", "Machine", "Provider", "RemoteConfig", "ask"]
+__all__ = ["Fault", "FileTooLarge", "Found", "Machine", "Provider", "RemoteConfig", "ask"]
 
 _log = logging.getLogger("miles.sandbox")
 
@@ -36,18 +36,22 @@ class RemoteConfig:
     workdir: str = ""
     """Directory in the box that commands start in, made when it is not there; empty is the image's
     own."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables of every command. Nothing of this machine's is passed on."""
+    timeout_s: float = 60.0
+    """Seconds a command may run when it is not given a time of its own."""
+    output_kb: int = 64
+    """KiB kept of each of a command's streams, half from its beginning and half from its end."""
+    file_mb: int = 64
+    """MiB of the largest file that `read` and `write` move."""
     lifetime_s: int = 3600
     """Seconds after which the provider itself ends a box: the last guard against leaked ones."""
-    create_timeout_s: float = 300.0
+    open_timeout_s: float = 300.0
     """Seconds one attempt at creating a box may take."""
     request_timeout_s: float = 60.0
     """Seconds one request may take, beside what a command is given."""
-    exec_timeout_s: float = 600.0
-    """Seconds a command may run when it is not given a time of its own."""
     attempts: int = 5
     """How often a request that may succeed later is made before it counts as failed."""
-    output_limit: int = 262_144
-    """Bytes of each stream that are kept of one command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,13 @@ class Found:
     """The provider's word."""
 
 
+class FileTooLarge(Exception):
+    """A file is not to be read whole."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"larger than the {most >> 20} MiB that may be read at once (file_mb)")
+
+
 class Machine(Protocol):
     """One box, as a provider's SDK offers it."""
 
@@ -88,8 +99,9 @@ class Machine(Protocol):
         """Exit code and standard output of a command that has no input; standard error is not
         needed."""
 
-    async def read(self, path: str) -> bytes:
-        """Content of the file at an absolute path."""
+    async def read(self, path: str, *, most: int) -> bytes:
+        """Content of the file at an absolute path. Raises `FileTooLarge` beyond `most` bytes,
+        without holding all of them."""
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace the file at an absolute path, and the folders above it."""

@@ -17,13 +17,17 @@ import posixpath
 import re
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from miles import ExecResult, SandboxError
 from miles_plugins.sandbox.provider import Machine, Provider, RemoteConfig, ask, judged
 
 __all__ = ["RemoteBox"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("miles.sandbox")
 
@@ -38,7 +42,7 @@ _KILL_S = 10.0
 _LONGEST_LINE = 48_000
 """Characters of a command line; vendors take 64 kB, longer ones travel as a file."""
 
-_NEEDS = "base64 cat grep head ls mkdir mkfifo mktemp rm sleep tail wc"
+_NEEDS = "base64 cat grep head ls mkdir mkfifo mktemp rm sleep tail tee wc"
 
 _PREPARE = """
 for tool in $2; do command -v "$tool" >/dev/null 2>&1 || lacks="$lacks $tool"; done
@@ -95,6 +99,7 @@ class RemoteBox:
         the box fails.
         """
         self._must_be_open()
+        env = {**self._config.env, **(env or {})}
         argv = _argv(command, env)
         if any("\0" in part for part in (*argv, cwd or "")):
             return ExecResult(
@@ -109,8 +114,8 @@ class RemoteBox:
         if isinstance(command, str) and len(command) > _LONGEST_LINE // 2:
             await self._put(f"{job}.command", _bytes(command))
             argv = _argv(["sh", f"{job}.command"], env)
-        seconds = self._config.exec_timeout_s if timeout is None else max(timeout, 0.001)
-        cap = str(self._config.output_limit)
+        seconds = self._config.timeout_s if timeout is None else max(timeout, 0.001)
+        cap = str(self._config.output_kb << 10)
         around = [job, mark, f"{seconds:.3f}", cap, self._at(cwd or "."), feed]
         line = ["sh", "-c", _SCRIPT, "miles", "run", *around, *argv]
         if sum(map(len, line)) > _LONGEST_LINE:
@@ -124,12 +129,18 @@ class RemoteBox:
         also when there is no such file."""
         self._must_be_open()
         where = self._at(path)
-        limit = self._config.request_timeout_s
-        return await self._ask(f"read {path!r}", lambda: self._machine.read(where), limit)
+        limit, most = self._config.request_timeout_s, self._config.file_mb << 20
+        read = partial(self._machine.read, where, most=most)
+        return await self._ask(f"read {path!r}", read, limit)
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a file, and the folders above it. Raises `SandboxError`."""
         self._must_be_open()
+        if len(data) > self._config.file_mb << 20:
+            raise SandboxError(
+                f"{self._provider.title}: {len(data)} bytes for {path!r} are more than the "
+                f"{self._config.file_mb} MiB that may be written at once (file_mb)"
+            )
         await self._put(self._at(path), data)
 
     async def close(self) -> None:
@@ -189,7 +200,14 @@ class RemoteBox:
                 "%s: cannot end a command in box %s: %s", self._provider.title, self.id, error
             )
 
-    async def _ask(self, what, call, limit_s, *, only_refused=False):  # type: ignore[no-untyped-def]
+    async def _ask(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        limit_s: float,
+        *,
+        only_refused: bool = False,
+    ) -> T:
         try:
             return await ask(
                 self._provider,

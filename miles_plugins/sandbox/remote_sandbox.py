@@ -95,7 +95,7 @@ class RemoteSandbox:
             provider,
             f"create a box for task {task.id!r}",
             lambda: self._create(provider, labels),
-            limit_s=self._config.create_timeout_s,
+            limit_s=self._config.open_timeout_s,
             attempts=self._config.attempts,
         )
         box = RemoteBox(provider, machine, self._config)
@@ -176,8 +176,9 @@ class RemoteSandbox:
 
 
 def _not_positive(config: RemoteConfig) -> list[str]:
-    numbers = ("create_timeout_s", "request_timeout_s", "exec_timeout_s", "lifetime_s", "attempts")
-    return [name for name in (*numbers, "output_limit") if not getattr(config, name) > 0]
+    times = ("timeout_s", "open_timeout_s", "request_timeout_s", "lifetime_s")
+    numbers = ("attempts", "output_kb", "file_mb")
+    return [name for name in (*times, *numbers) if not getattr(config, name) > 0]
 
 
 def _label(value: str) -> str:

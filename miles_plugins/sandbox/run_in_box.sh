@@ -1,5 +1,5 @@
 # Runs one command in a remote box: output capped, limited in time, killed with all that it started.
-# POSIX sh with base64, cat, grep, head, ls, mkdir, mkfifo, rm, sleep, tail and wc; /proc must be there.
+# POSIX sh with base64, grep, head, ls, mkdir, mkfifo, rm, sleep, tail, tee and wc; needs /proc.
 #   run JOB MARK SECONDS CAP DIRECTORY STDIN ARGV...   answers in lines that remote_box.py reads
 #   kill JOB MARK                                      kills everything that a `run` has started
 # A process belongs to a command when MILES_JOB=MARK is in its environment, when it descends from
@@ -62,19 +62,22 @@ limit() {
   reap
 }
 
-# The first CAP bytes into a file as they come, of what follows only the end.
+# A stream's beginning into a file, as it comes; its end into another, when it has ended.
 keep() {
-  (ulimit -c 0; ulimit -f "$((cap / 512 + 1))"; exec cat) >"$1" || tail -c "$((cap / 4))" >"$1.end"
+  (ulimit -c 0; ulimit -f "$((cap / 512 + 1))"; trap '' XFSZ; exec tee "$1") |
+    tail -c "$((cap / 2))" >"$1.end"
   : >"$1.done"
 }
 
-# One stream, in base64: its beginning, its end, each closed by a dot.
+# A stream in base64, closed by a dot; of more than CAP bytes half from its beginning, half from its
+# end, which has a dot of its own.
 tell() {
-  head -c "$cap" "$1" | base64
-  echo .
-  if [ -e "$1.end" ]; then base64 <"$1.end"; elif [ "$(wc -c <"$1")" -gt "$cap" ]; then
-    tail -c +"$((cap + 1))" "$1" | base64
+  if [ "$(wc -c <"$1")" -le "$cap" ]; then
+    base64 <"$1" && echo . && echo . && return
   fi
+  head -c "$((cap / 2))" "$1" | base64
+  echo .
+  if [ -e "$1.done" ]; then base64 <"$1.end"; else tail -c "$((cap / 2))" "$1" | base64; fi
   echo .
 }
 

@@ -83,11 +83,7 @@ KINDS = {
         "e2b",
         "e2b_server.py",
         "miles_plugins.sandbox.agentenv:Agentenv",
-        lambda url: {
-            "AGENT_KEY": KEY,
-            "E2B_HTTP_VERSION": "1.1",
-            "AGENTENV_URL": url,
-        },
+        lambda url: {"AGENT_KEY": KEY},
         "AGENT_KEY",
         lambda url: {"url": url, "box_url": url, "api_key_env": "AGENT_KEY"},
     ),

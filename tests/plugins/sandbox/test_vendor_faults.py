@@ -195,7 +195,7 @@ def test_cancelling_a_creation_leaves_no_box(case) -> None:
 def test_server_that_does_not_answer_is_retryable(case) -> None:
     case.vendor.order("create", hang_s=30)
     began = time.monotonic()
-    error = fails(case, opens, create_timeout_s=1, attempts=1)
+    error = fails(case, opens, open_timeout_s=1, attempts=1)
     assert error.retryable and time.monotonic() - began < 20
 
 
@@ -216,6 +216,18 @@ def test_box_that_was_deleted_meanwhile_is_gone(case) -> None:
 
     error = play(case, script)
     assert "is gone" in error.detail
+
+
+def test_missing_file_is_not_taken_for_a_missing_box(case) -> None:
+    async def script(sandbox):
+        box = await sandbox.open(TASK)
+        try:
+            await box.read("no/such/file")
+        finally:
+            await box.close()
+
+    error = fails(case, script)
+    assert not error.retryable and "gone" not in error.detail and "no/such/file" in error.detail
 
 
 def test_command_that_was_turned_away_is_repeated(case) -> None:
@@ -274,6 +286,19 @@ def test_slow_read_has_its_own_limit(case) -> None:
 
     error = fails(case, script, request_timeout_s=1, attempts=1)
     assert error.retryable and "cannot read 'x'" in str(error)
+
+
+def test_file_that_is_too_large_is_not_read_to_its_end(case) -> None:
+    async def script(sandbox):
+        box = await sandbox.open(TASK)
+        await box.exec("head -c 3000000 /dev/zero > large")
+        try:
+            await box.read("large")
+        finally:
+            await box.close()
+
+    error = fails(case, script, file_mb=1)
+    assert "'large': FileTooLarge: larger than the 1 MiB" in str(error) and not error.retryable
 
 
 def test_read_is_tried_again(case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 import urllib.parse
 from datetime import UTC, datetime
 
@@ -23,6 +24,7 @@ class Server:
                 web.get("/api/sandbox/{id}", self.get),
                 web.delete("/api/sandbox/{id}", self.delete),
                 web.post("/toolbox/{id}/process/execute", self.execute),
+                web.get("/toolbox/{id}/files/info", self.info),
                 web.post("/toolbox/{id}/files/bulk-upload", self.upload),
                 web.post("/toolbox/{id}/files/bulk-download", self.download),
             ]
@@ -119,6 +121,27 @@ class Server:
             return problem(404, f"Sandbox {box.id} was destroyed")
         text = out.decode(errors="replace")
         return web.json_response({"exitCode": process.returncode, "result": text})
+
+    async def info(self, request: web.Request) -> web.Response:
+        box = self.host.boxes[request.match_info["id"]]
+        path = request.query["path"]
+        try:
+            found = box.file(path).stat()
+        except OSError:
+            return problem(404, f"stat {path}: no such file or directory")
+        return web.json_response(
+            {
+                "group": "daytona",
+                "isDir": stat.S_ISDIR(found.st_mode),
+                "modTime": str(found.st_mtime),
+                "mode": stat.filemode(found.st_mode),
+                "modifiedAt": str(found.st_mtime),
+                "name": box.file(path).name,
+                "owner": "daytona",
+                "permissions": oct(found.st_mode & 0o777)[2:],
+                "size": found.st_size,
+            }
+        )
 
     async def upload(self, request: web.Request) -> web.Response:
         """Pairs of fields: where a file goes, and the file."""
