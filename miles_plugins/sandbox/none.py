@@ -61,17 +61,17 @@ class Unsandboxed:
 
     def __init__(self, config: Config, context: Context) -> None:
         self._config, self._run = config, context.directory.name
-        _log.warning(
-            "%s isolates nothing: commands that a model writes run on this machine as its user "
-            "(%s), with the files and the network of that user; sandbox=process isolates them",
-            _TITLE,
-            os.environ.get("USER") or os.geteuid(),
-        )
+        _log.warning("%s %s", _TITLE, _warning())
 
     @classmethod
     def check(cls, config: Config, planned: Any) -> Sequence[str]:
         """Values that make no sense."""
         return value_faults(config)
+
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
+        """That it isolates nothing, wherever a run is checked or begun."""
+        return [f"{_TITLE} {_warning()}"]
 
     async def open(self, task: Task) -> SupervisedBox:
         """A folder of its own, and a supervisor for what runs in it. Raises `SandboxError`."""
@@ -124,6 +124,14 @@ class Unsandboxed:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
                 if folder.exists():
                     raise SandboxError(f"{_TITLE}: cannot delete {folder}")
+
+
+def _warning() -> str:
+    return (
+        "isolates nothing: commands that a model writes run on this machine as its user "
+        f"({os.environ.get('USER') or os.geteuid()}), with the files and the network of that "
+        "user; sandbox=process isolates them"
+    )
 
 
 def _folder(id: str) -> str:

@@ -317,7 +317,7 @@ def value_faults(config: Any) -> list[str]:
     for each in fields(config):
         value, least = getattr(config, each.name), 0 if each.name == "pool" else 1e-3
         if isinstance(value, int | float) and value < least:
-            faults.append(f"sandbox.{each.name}: {value} is {'not above' if least else 'below'} 0")
+            faults.append(f"{each.name}: {value} is {'not above' if least else 'below'} 0")
     return faults
 
 

@@ -46,8 +46,8 @@ def _call(name, *arguments):
 def kill_tree(root):
     """Kill a process with its descendants; of this process, only the descendants.
 
-    All are stopped before any is killed, so that none starts another meanwhile. False when new ones
-    kept appearing.
+    All are stopped before any is killed, so that none starts another meanwhile. Returns what was
+    killed, and whether that was all: False when new ones kept appearing.
     """
     stopped = set()
     for _ in range(20):
@@ -60,7 +60,7 @@ def kill_tree(root):
         _signal_all(found, _signal.SIGSTOP)
         stopped |= found
     _signal_all(stopped, _signal.SIGKILL)
-    return not found
+    return stopped, not found
 
 
 def memory_in_all():

@@ -247,16 +247,22 @@ class Supervisor:
 
     def _collect(self):
         """Reap what ended, and answer for the commands among it."""
+        for pid, status in self._reap():
+            if pid in self.jobs:
+                self._finish(self.jobs.pop(pid), status)
+
+    def _reap(self):
+        ended = []
         while not self.empty:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 self.empty = True
-                return
+                break
             if pid == 0:
-                return
-            if pid in self.jobs:
-                self._finish(self.jobs.pop(pid), status)
+                break
+            ended.append((pid, status))
+        return ended
 
     def _finish(self, job, status):
         if job.stdin in self.inputs:
@@ -280,8 +286,17 @@ class Supervisor:
     def _stop(self, job, flags):
         job.flags |= flags
         job.deadline = float("inf")
-        if not kill_tree(job.pid) and self.isolated:
+        killed, all_of_them = kill_tree(job.pid)
+        if not all_of_them and self.isolated:
             os.kill(-1, _signal.SIGKILL)  # new ones came faster than they could be stopped
+        ended, until = [], time.monotonic() + 2
+        while killed and time.monotonic() < until:  # else the next command finds no room
+            ended += self._reap()
+            killed = {pid for pid in killed if os.path.exists(f"/proc/{pid}")}
+            time.sleep(0.001)
+        for pid, status in ended:
+            if pid in self.jobs:
+                self._finish(self.jobs.pop(pid), status)
 
     def _watch(self):
         """Kill everything when the box's processes together hold too much memory, or while they

@@ -67,20 +67,20 @@ EXPLAIN = {
 def faults() -> list[str]:
     """What keeps boxes from being made here, as sentences; empty when nothing is known to."""
     if not sys.platform.startswith("linux"):
-        return [f"sandbox 'process' needs Linux; this is {sys.platform}"]
+        return [f"needs Linux; this is {sys.platform}"]
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
-        return [f"sandbox 'process' knows the system calls of {known}, not {platform.machine()}"]
+        return [f"knows the system calls of {known}, not {platform.machine()}"]
     found = []
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        found.append(f"sandbox 'process' needs bubblewrap, which is not installed; {_INSTALL}")
+        found.append(f"needs bubblewrap, which is not installed; {_INSTALL}")
     elif (version := _version(bwrap)) < _OLDEST:
         words = ".".join(map(str, version)) or "of no known version"
-        found.append(f"sandbox 'process' needs bubblewrap 0.8 or later; {bwrap} is {words}")
+        found.append(f"needs bubblewrap 0.8 or later; {bwrap} is {words}")
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         found.append(
-            "sandbox 'process', run by root, needs setpriv, which is not installed; install it: "
+            "needs setpriv when root runs it, which is not installed; install it: "
             "apt-get install util-linux"
         )
     return found

@@ -97,7 +97,7 @@ class Process:
         found = value_faults(config)
         for folder in config.read_only:
             if not os.path.isabs(folder) or not os.path.exists(folder):
-                found.append(f"sandbox.read_only: there is no {folder!r}, or it is no full path")
+                found.append(f"read_only: there is no {folder!r}, or it is no full path")
         return [*found, *bubblewrap.faults()]
 
     async def open(self, task: Task) -> SupervisedBox:
@@ -106,7 +106,7 @@ class Process:
         if not self._ready:
             found = bubblewrap.faults()
             if found:
-                raise SandboxError("; ".join(found))
+                raise SandboxError(f"{_TITLE} {'; '.join(found)}")
             self._ready = True
         return await self._pool.take()
 
