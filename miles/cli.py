@@ -135,7 +135,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         "overrides",
         nargs="*",
         metavar="OVERRIDE",
-        help="engine.url=URL model.path=DIR port=N, and KEY=VALUE as in a run",
+        help="engine.url=URL model.path=DIR port=N workers=N, and KEY=VALUE as in a run",
     )
     report = _add(commands, "report", _report, "write report.html of a run directory")
     report.add_argument("run", metavar="RUN_DIR")

@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from miles.compose import quoted
-from miles.config import Stage, compose
+from miles.config import Plan, Stage, compose
 from miles.errors import ConfigError
 from miles.protocols import Context, Spec
 from miles.seeds import derive_seed
@@ -26,22 +26,64 @@ from miles.session.server import make_app, serve
 from miles.settings import Settings
 from miles.types import Sampling
 
-__all__ = ["serve_command"]
+__all__ = [
+    "admin_token",
+    "asked_to_stop",
+    "directory_of",
+    "planned",
+    "serve_alone",
+    "serve_command",
+]
 
 _EXPERIMENT = "experiment=sessions"
 _SHORT = ("host", "port")
+_MOST = 64
 
 
 def serve_command(overrides: Sequence[str], *, registry: Any, folders: Sequence[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM. `port` and `host` stand for `session.port` and `session.host`;
-    everything else is an override as a run takes it. Raises `ConfigError`, `EngineError`."""
+    `workers=N`
+    serves from N processes, each with the sessions that their ids give it; everything else is an
+    override as a run takes it. Raises `ConfigError`, `EngineError`."""
+    overrides, workers = _workers(overrides)
+    if workers > 1:
+        from miles.fleet import serve_fleet
+
+        plan = planned(overrides, registry=registry, folders=folders)
+        settings = plan.stages[0].settings
+        directory = directory_of(settings)
+        return asyncio.run(
+            serve_fleet(
+                overrides,
+                workers=workers,
+                directory=directory,
+                token=admin_token(directory / "admin_token"),
+                settings=settings,
+                registry=registry,
+                folders=folders,
+            )
+        )
+    plan = planned(overrides, registry=registry, folders=folders)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve_alone(plan.stages[0], plan.registry))
+    return 0
+
+
+def _workers(overrides: Sequence[str]) -> tuple[list[str], int]:
+    """Overrides without `workers`, and its value."""
+    found = [text for text in overrides if text.startswith("workers=")]
+    count = found[-1].partition("=")[2] if found else "1"
+    if not count.isdecimal() or not 1 <= int(count) <= _MOST:
+        raise ConfigError(f"workers: {count!r} is not a number of processes from 1 to {_MOST}")
+    return [text for text in overrides if text not in found], int(count)
+
+
+def planned(overrides: Sequence[str], *, registry: Any, folders: Sequence[str] = ()) -> Plan:
+    """What these words of `miles sessions serve` choose. Raises `ConfigError`."""
     given = [quoted(_spelled(text)) for text in overrides]
     if (family := _family(overrides, registry)) is not None:
         given.insert(0, f"model={family}")
-    plan = compose([_EXPERIMENT, *given], registry=registry, folders=folders).verify()
-    with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(plan.stages[0], plan.registry))
-    return 0
+    return compose([_EXPERIMENT, *given], registry=registry, folders=folders).verify()
 
 
 def _spelled(text: str) -> str:
@@ -66,9 +108,12 @@ def _family(overrides: Sequence[str], registry: Any) -> str | None:
     return next(iter(first + last), None)
 
 
-async def _serve(stage: Stage, registry: Any) -> None:
+async def serve_alone(
+    stage: Stage, registry: Any, *, until: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """One server in this process, until it is asked to stop (or `until` returns)."""
     settings = stage.settings
-    directory = _directory(settings)
+    directory = directory_of(settings)
     built = _build(stage, registry, directory)
     engine, tito = built["engine"], built["tito"]
     sessions: Sessions | None = None
@@ -93,7 +138,7 @@ async def _serve(stage: Stage, registry: Any) -> None:
             ),
             seed_of=lambda id: derive_seed(settings.seed, "session", id),
             model=_name(built["model"]),
-            admin_token=_admin_token(directory / "admin_token"),
+            admin_token=admin_token(directory / "admin_token"),
             client_sampling=settings.session.client_sampling,
         )
         async with serve(app, settings.session.host, settings.session.port) as address:
@@ -103,7 +148,7 @@ async def _serve(stage: Stage, registry: Any) -> None:
             print(f"  curl -X POST -H {token} {address}/sessions", flush=True)
             if len(sessions):
                 print(f"{len(sessions)} sessions of before go on", flush=True)
-            await _asked_to_stop()
+            await (asked_to_stop() if until is None else until())
     finally:
         if sessions is not None:
             sessions.stop()
@@ -111,7 +156,7 @@ async def _serve(stage: Stage, registry: Any) -> None:
             await close()
 
 
-def _directory(settings: Settings) -> Path:
+def directory_of(settings: Settings) -> Path:
     """Where tokens and journals live, made when it is not there."""
     directory = Path(settings.run.dir).expanduser() / (settings.run.name or "sessions")
     directory.mkdir(parents=True, exist_ok=True)
@@ -145,7 +190,7 @@ def _name(model: Any) -> str:
     return "policy" if folder is None else Path(folder).resolve().name
 
 
-def _admin_token(path: Path) -> str:
+def admin_token(path: Path) -> str:
     """The secret in a file that only its owner reads; made at the first start, so that clients of
     before a restart still have the right one."""
     with suppress(FileExistsError):
@@ -158,7 +203,8 @@ def _admin_token(path: Path) -> str:
     return token
 
 
-async def _asked_to_stop() -> None:
+async def asked_to_stop() -> None:
+    """SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from miles import Context
+from miles.session.server.spread import place
 from miles_plugins.tito.bytes import Bytes
 
 TEXT = "So it is."
@@ -111,7 +113,8 @@ class Process:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of a family without a handler of its own, with a tokenizer of bytes, beside where runs go."""
+    """A checkpoint of a family without a handler of its own, its tokens bytes, beside where runs
+    go."""
     model = tmp_path / "model"
     Bytes(Bytes.Config(), Context(directory=tmp_path)).save(model)
     (model / "config.json").write_text(json.dumps({"model_type": "olmo2"}))
@@ -195,6 +198,51 @@ async def _load_until_killed(server: Process, opened) -> dict[str, int]:
         assert all(isinstance(each, httpx.TransportError) for each in ended), ended
     server.process.wait(10)
     return answered
+
+
+@pytest.mark.slow
+def test_sessions_serve_from_several_processes(folder):
+    """Each session has one home; a server that is killed comes back with its turns."""
+    with generate_server() as engine:
+        front = Process(folder, engine, "workers=2")
+        try:
+            opened = [front.open() for _ in range(6)]
+            homes = [folder / f"runs/sessions/server-{place(id, 2)}" for id, _ in opened]
+            assert len(set(homes)) == 2
+            messages = [{"role": "user", "content": "hi"}]
+            for (id, token), home in zip(opened, homes, strict=True):
+                base = f"{front.address}/sessions/{id}"
+                client = openai.OpenAI(base_url=f"{base}/v1", api_key=token)
+                stream = client.chat.completions.create(model="m", messages=messages, stream=True)
+                assert "".join(c.choices[0].delta.content or "" for c in stream) == TEXT
+                assert any(id in str(p) for p in (home / "sessions").rglob("*"))
+            admin = {"Authorization": f"Bearer {front.admin}"}
+            listed = httpx.get(f"{front.address}/sessions", headers=admin).json()
+            assert {s["session_id"] for s in listed["sessions"]} == {id for id, _ in opened}
+            assert listed["metrics"]["session/turns"] == 6
+            assert httpx.get(f"{front.address}/v1/x").status_code == 404
+            children = Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children")
+            victim = int(children.read_text().split()[0])
+            os.kill(victim, signal.SIGKILL)
+            _until_answered(front, opened)
+        finally:
+            assert front.end() == 0
+        with pytest.raises(AssertionError, match="workers=2"):
+            Process(folder, engine, "workers=3")
+
+
+def _until_answered(front: Process, opened) -> None:
+    deadline = time.monotonic() + 60
+    for id, token in opened:
+        headers = {"Authorization": f"Bearer {token}"}
+        while True:
+            reply = httpx.get(f"{front.address}/sessions/{id}", headers=headers, timeout=20)
+            if reply.status_code == 200:
+                break
+            assert reply.status_code == 502, reply.text
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert reply.json()["turns"] == 1
 
 
 def test_sessions_serve_refuses_an_engine_that_lives_in_a_run(folder, capsys):
