@@ -67,7 +67,7 @@ class Generic:
         """That a checkpoint's family has no handler of its own."""
         model = planned.built.get("model")
         directory = model.directory() if model is not None else None
-        if directory is None:
+        if directory is None or "tito" not in planned.built:
             return []
         kind = model.hf_config().get("model_type")
         return [

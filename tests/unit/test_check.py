@@ -156,7 +156,7 @@ def test_handler_that_does_not_match_the_checkpoint_is_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = found("model.init=load", f"model.path={tmp_path}")
     assert f"tito 'bytes' does not match the checkpoint {tmp_path}" in text
-    assert "by its tokenizer.json; model 'qwen3' names 'generic'" in text
+    assert "by its tokenizer.json; model 'qwen3' names 'qwen3'" in text
 
 
 def test_stages_share_model_runtime_and_trackers():

@@ -231,7 +231,7 @@ def test_tito_auto_is_the_models_handler():
     assert one.specs["tito"].name == "bytes"
     assert one.origins["tito.name"] == "model 'qwen3'"
     one = compose(["experiment=grpo", "model.init=load", "model.path=x"]).verify().stages[0]
-    assert one.specs["tito"].name == "generic"
+    assert one.specs["tito"].name == "qwen3"
 
 
 def test_tito_auto_of_a_model_without_a_choice_is_its_class_attribute(tmp_path):
