@@ -139,5 +139,8 @@ class Settings:
     """Run directory or checkpoint to continue from."""
     stages: Mapping[str, Any] = field(default_factory=dict)
     """Stages in order: name to overrides. Empty means one stage named after the algorithm."""
+    simulate: Mapping[str, Any] = field(default_factory=dict)
+    """What `miles simulate` puts in the place of engines, trainer, transport and environment; see
+    `miles simulate --keys`. A run does not read it."""
     plugins: tuple[str, ...] = ()
     """Local plugin files."""

@@ -20,10 +20,6 @@ _LONGEST_BACKOFF_S = 300.0
 _VERSION = "it serves weight version"
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()  # virtual in a simulation
-
-
 class Watch:
     """Checks every engine in a task of its own, so that one that hangs delays nobody else."""
 
