@@ -219,8 +219,8 @@ class Supervisor:
 
     def do_cancel(self, number):
         """Kill a command that nobody waits for any more."""
-        for job in self.jobs.values():
-            if job.number == number:
+        for job in list(self.jobs.values()):
+            if job.number == number and job.pid in self.jobs:
                 self._stop(job, TIMED_OUT)
 
     def do_halt(self, number):
@@ -280,7 +280,7 @@ class Supervisor:
     def _expire(self):
         now = time.monotonic()
         for job in list(self.jobs.values()):
-            if job.deadline <= now:
+            if job.deadline <= now and job.pid in self.jobs:  # else it ended with one before it
                 self._stop(job, TIMED_OUT)
 
     def _stop(self, job, flags):
