@@ -265,7 +265,7 @@ def built_in(
     """The tools that come with miles; `timeout_s` is what a command in the box may take."""
 
     async def python(code: str, *, box: Box) -> str:
-        """Run Python; its output and the last line's value come back."""
+        """Run Python, as at its prompt."""
         done = await box.exec([*interpreter, "-c", _EVALUATE], stdin=code, timeout=timeout_s)
         if done.timed_out:
             raise ToolError(f"it took longer than {timeout_s:g} s")
