@@ -80,6 +80,7 @@ def test_sandboxes_list_shows_every_box_with_its_owner(folder, tmp_path, capsys)
     assert found["miles-2222222222"]["alive"] is False
 
 
+@pytest.mark.slow
 def test_sandboxes_clean_removes_what_was_left_behind_alone(folder, tmp_path, capsys) -> None:
     other = leftover(folder, "1111111111", "elsewhere.1.2")
     left = leftover(folder, "2222222222", gone())

@@ -355,6 +355,7 @@ def of_run(name: str):
     return [(pid, info) for pid, info in running("none") if info.run == name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "remove"])
 def test_none_leaves_nothing_after_the_run_is_killed(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", RUN, str(tmp_path)]
