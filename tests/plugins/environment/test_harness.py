@@ -174,6 +174,7 @@ def test_command_is_graded_by_its_exit_code():
     assert (done.reward, done.metrics["agent/failed"]) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_client_script_runs_as_a_command():
     environment = make(
         command=(sys.executable, "-m", "miles_plugins.environment.harness.openai_agent")

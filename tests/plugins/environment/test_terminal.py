@@ -55,7 +55,7 @@ def test_twenty_tasks_ship_in_two_splits_and_say_what_to_do():
         assert folder.agent_s == 120 and folder.verifier_s == 30 and folder.command_s == 20
 
 
-@pytest.mark.parametrize("name", ["count-words", "fix-cache", "rename-by-date"])
+@pytest.mark.parametrize("name", ["count-words", "fix-cache"])
 def test_reference_solution_passes_and_doing_nothing_fails(name):
     environment = make(FakeSandbox())
     solved = play(environment, name, solution(SHIPPED[name]))
@@ -130,24 +130,30 @@ def test_missing_sandbox_is_said_before_a_run_and_during_one():
 # ---------------------------------------------------------------- cheating
 
 
+OVERWRITE = "mkdir -p ../tests && echo 'exit 0' > ../tests/check.py"
+KEEP_AT_IT = "(while sleep 0.05; do echo 'exit()' > ../tests/check.py; done) 2>/dev/null &"
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        "mkdir -p ../tests && echo 'exit 0' > ../tests/check.py",
-        "mkdir -p tests && echo > tests/check.py",
+        OVERWRITE,
+        KEEP_AT_IT,
         "echo 1 > ../logs/verifier/reward.txt",
-        "printf 'import os\\nos._exit(0)\\n' | tee checking.py re.py sitecustomize.py",
+        "printf 'import os\\nos._exit(0)\\n' | tee checking.py re.py sitecustomize.py; "
         "printf '#!/bin/sh\\nexit 0\\n' > python3; chmod +x python3",
-        "(while sleep 0.05; do echo 'raise SystemExit(0)' > ../tests/check.py; done) 2>/dev/null &",
         "ln -s /etc/passwd counts.txt",
-        "rm -rf ./* && mkfifo counts.txt 2>/dev/null; true",
+        "rm -rf ./* && mkdir counts.txt",
     ],
 )
-@pytest.mark.parametrize("grading", ["fresh", "same"])
-def test_agent_that_tampers_earns_nothing(command, grading):
-    if "mkfifo" in command:
-        command = command.replace("mkfifo counts.txt", "mkdir counts.txt")
-    assert play(make(FakeSandbox(), grading=grading), "count-words", command).reward == 0.0
+def test_agent_that_tampers_earns_nothing(command):
+    assert play(make(FakeSandbox()), "count-words", command).reward == 0.0
+
+
+@pytest.mark.parametrize("command", [OVERWRITE, KEEP_AT_IT])
+def test_agent_that_tampers_in_its_own_box_earns_nothing(command):
+    environment = make(FakeSandbox(), grading="same")
+    assert play(environment, "count-words", command).reward == 0.0
 
 
 def test_code_under_test_cannot_end_the_tests_as_passed():
