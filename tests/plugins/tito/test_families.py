@@ -101,8 +101,21 @@ def test_template_that_drops_reasoning_is_kept_and_said(made):
         assert lines["reasoning_kept"].kept == lines["multi_turn"].kept == 0
 
 
+REAL = (
+    "qwen3/Qwen-Qwen3-0.6B",
+    "qwen3.5/Qwen3.5-4B",
+    "glm/GLM-4.6",
+    "nemotron/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "kimi/Kimi-K2-Instruct",
+    "minimax/MiniMax-M2",
+    "deepseek/deepseek-ai-DeepSeek-V3.1",
+    "deepseek/deepseek-ai-DeepSeek-V4",
+    "inkling/inkling",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", REAL)
 def test_family_with_a_real_vocabulary_agrees_with_its_template(tmp_path, unpacked, name):
     family, _ = PUBLISHED[name]
     source = unpacked / ("deepseek-v4" if name.startswith("deepseek") else "qwen3")
@@ -110,8 +123,9 @@ def test_family_with_a_real_vocabulary_agrees_with_its_template(tmp_path, unpack
     built, oracle = handler(family, directory), Oracle(directory)
     talks = [t for t in GRID if t.name not in EXCEPT.get(name, ())]
     assert not faults(verify(built, oracle, talks=talks))
-    assert not list(cut_faults(built, every=2))
-    assert not search(built, oracle, examples=20)
+    if name in ("qwen3/Qwen-Qwen3-0.6B", "deepseek/deepseek-ai-DeepSeek-V4"):  # their own
+        assert not list(cut_faults(built, every=2))
+        assert not search(built, oracle, examples=20)
 
 
 @pytest.fixture(scope="module")
