@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,11 @@ def test_last_rows_are_held_out_where_there_is_no_evaluation_set(build):
     assert json.loads(json.dumps(train[1].data)) == {"split": "train", "index": 1}
 
 
-def test_signals_stay_the_runs(build):
+def test_signals_stay_the_runs_and_a_thread_may_build(build):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     build("single")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(build, "single").result().tasks("train")
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 

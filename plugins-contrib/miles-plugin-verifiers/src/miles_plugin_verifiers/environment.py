@@ -7,12 +7,12 @@ business; the model it talks to is a served session of ours.
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from miles import (
@@ -160,14 +160,15 @@ def _load(config: Verifiers.Config) -> Any:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """The library's environments install handlers for Ctrl-C and termination, which are ours."""
-    main = threading.current_thread() is threading.main_thread()
-    kept = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    """The library's environments install handlers for Ctrl-C and termination when they are made.
+    Those are the run's, and in a worker's thread installing any raises: let them install none."""
+    module = import_module("verifiers.envs.environment")
+    theirs = module.signal
+    module.signal = SimpleNamespace(**{**vars(theirs), "signal": lambda *_: None})
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        module.signal = theirs
 
 
 def _rows(made: Any, config: Verifiers.Config) -> dict[Split, Sequence[Any]]:
