@@ -143,10 +143,11 @@ class RemoteSandbox:
             raise
 
     async def _sweep(self, provider: Provider, own: Mapping[str, str]) -> None:
+        """Remove what a creation may have left, as patiently as anything else is asked."""
         try:
             async with asyncio.timeout(_SWEEP_S):
-                for box in await provider.find(own):
-                    await provider.delete(box.id)
+                for box in await self._ask("look for its box", lambda p: p.find(own)):
+                    await self.remove(box.id)
         except Exception as error:  # noqa: BLE001 - the first failure is the one to tell
             _log.warning(
                 "%s: a creation that failed may have left a box (%s); see `miles sandboxes list`",

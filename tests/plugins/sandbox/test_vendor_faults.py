@@ -192,6 +192,19 @@ def test_cancelling_a_creation_leaves_no_box(case) -> None:
     assert case.vendor.boxes() == []
 
 
+def test_looking_for_a_box_that_was_left_is_tried_again(case) -> None:
+    tries = OWN_TRIES.get(case.name, 1)
+    case.vendor.order("create", status=500, after=True, times=tries)
+    case.vendor.order("list", status=500, times=tries)
+
+    async def script(sandbox):
+        box = await sandbox.open(TASK)
+        assert [b["id"] for b in case.vendor.boxes()] == [box.id]
+        await box.close()
+
+    play(case, script)
+
+
 def test_server_that_does_not_answer_is_retryable(case) -> None:
     case.vendor.order("create", hang_s=30)
     began = time.monotonic()
