@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from itertools import product
 
 import httpx
 import numpy as np
@@ -248,24 +249,21 @@ def test_max_tokens_is_honoured_up_to_the_runs_own(serving, script):
 # ---------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", ASKS)
-def test_an_engines_failure_is_a_502_that_may_be_tried_again(
-    serving, script, engine_error, api, stream
-):
+def test_an_engines_failure_is_a_502_that_may_be_tried_again(serving, script, engine_error):
     engine = script("Yes.")
     with serving(engine) as server:
-        base, key = server.open()
-        for error in (engine_error("engine fake: out of memory"), GenerationAborted("aborted")):
-            engine.fail = error
-            reply = _ask(server, base, key, api, stream=stream)
-            assert reply.status_code == 502
-            assert reply.headers["x-should-retry"] == "true"
-            assert str(error) in _message(reply)
-        engine.fail = None
-        assert _ask(server, base, key, api, stream=stream).status_code == 200
-        assert server.session(base).turns == 1
-        assert server.session(base).counters.rollbacks == 0
+        for api, stream in product(ASKS, (False, True)):
+            base, key = server.open()
+            for error in (engine_error("engine fake: out of memory"), GenerationAborted("aborted")):
+                engine.fail = error
+                reply = _ask(server, base, key, api, stream=stream)
+                assert reply.status_code == 502
+                assert reply.headers["x-should-retry"] == "true"
+                assert str(error) in _message(reply)
+            engine.fail = None
+            assert _ask(server, base, key, api, stream=stream).status_code == 200
+            assert server.session(base).turns == 1
+            assert server.session(base).counters.rollbacks == 0
 
 
 def test_a_silent_engine_is_a_502_after_the_limit(serving, script):
@@ -391,29 +389,32 @@ def _until(true, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", ASKS)
-def test_a_client_that_goes_away_ends_its_generation(serving, script, api, stream):
+def test_a_client_that_goes_away_ends_its_generation(serving, script):
     engine = script("Yes, it is so, and it goes on.")
-    engine.hold = threading.Event()
     with serving(engine) as server:
-        base, key = server.open()
-        with socket.create_connection(server.address.removeprefix("http://").split(":")) as raw:
-            body = json.dumps({**ASKS[api], "stream": stream}).encode()
-            path = base.removeprefix(server.address)
-            head = f"POST {path}/v1/{api} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
-            raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            if stream:
-                assert b"200" in raw.recv(200)
-            else:
-                _until(lambda: engine.requests)
-        session = server.session(base)
-        _until(lambda: engine.aborted)
-        assert engine.aborted == [[session.id]]
-        _until(lambda: not session.pending)
-        assert session.turns == 0
-        engine.hold.set()
-        assert _ask(server, base, key, api).status_code == 200
+        for api, stream in product(ASKS, (False, True)):
+            engine.hold, engine.aborted, engine.requests = threading.Event(), [], []
+            base, key = server.open()
+            session = server.session(base)
+            _ask_and_leave(server, base, key, api, stream=stream)
+            _until(lambda: engine.aborted)
+            assert engine.aborted == [[session.id]]
+            _until(lambda session=session: not session.pending)
+            assert session.turns == 0
+            engine.hold.set()
+            assert _ask(server, base, key, api).status_code == 200
+
+
+def _ask_and_leave(server, base, key, api, *, stream):
+    """Ask over a bare connection, and close it once the engine is at work."""
+    with socket.create_connection(server.address.removeprefix("http://").split(":")) as raw:
+        body = json.dumps({**ASKS[api], "stream": stream}).encode()
+        path = base.removeprefix(server.address)
+        head = f"POST {path}/v1/{api} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
+        raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            assert b"200" in raw.recv(200)
+        _until(lambda: server.engine.requests)
 
 
 # ---------------------------------------------------------------- samples and images
@@ -500,15 +501,15 @@ class Seeing(Bytes):
         return super().render(plain, tools=tools)
 
 
-@pytest.mark.parametrize("api", ASKS)
-def test_images_are_carried_to_the_engine_and_the_sample(serving, script, api):
+def test_images_are_carried_to_the_engine_and_the_sample(serving, script):
     tito = Seeing.__new__(Seeing)
     with serving(script("A cat."), tito=tito) as server:
-        base, key = server.open()
-        reply = _ask(server, base, key, api, **PICTURES[api])
-        assert reply.status_code == 200, reply.text
-        assert server.engine.requests[0].images == (b"\x89PNG not really",)
-        assert server.session(base).samples()[0].images == (b"\x89PNG not really",)
+        for api in ASKS:
+            base, key = server.open()
+            reply = _ask(server, base, key, api, **PICTURES[api])
+            assert reply.status_code == 200, reply.text
+            assert server.engine.requests[-1].images == (b"\x89PNG not really",)
+            assert server.session(base).samples()[0].images == (b"\x89PNG not really",)
 
 
 @pytest.mark.parametrize("api", ASKS)
@@ -519,13 +520,13 @@ def test_images_are_refused_by_a_handler_of_text(talk, api):
     assert "takes text only" in _message(reply)
 
 
-@pytest.mark.parametrize("url", ["http://example.com/a.png", "data:image/png,x", "data:x;base64,A"])
-def test_images_are_never_fetched(serving, script, url):
+def test_images_are_never_fetched(serving, script):
     with serving(script("A cat."), tito=Seeing.__new__(Seeing)) as server:
         base, key = server.open()
-        part = {"type": "image_url", "image_url": {"url": url}}
-        reply = _ask(server, base, key, messages=[{"role": "user", "content": [part]}])
-        assert reply.status_code == 400
+        for url in ("http://example.com/a.png", "data:image/png,x", "data:x;base64,A"):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            reply = _ask(server, base, key, messages=[{"role": "user", "content": [part]}])
+            assert reply.status_code == 400
         assert not server.engine.requests
 
 
