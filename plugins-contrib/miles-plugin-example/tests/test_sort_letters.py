@@ -7,9 +7,9 @@ import json
 import pytest
 from miles_plugin_example.environment import score
 
-from miles import ConfigError, Reply, Spec
+from miles import ConfigError, Spec
 from miles.cli import main
-from miles.testing import make_group
+from miles.testing import make_group, play_episode
 
 
 @pytest.mark.miles_contract("environment", "sort_letters")
@@ -35,33 +35,26 @@ def test_score_counts_letters_in_their_place(text, reward):
 
 
 def _play(environment, *texts):
-    async def play():
-        task = environment.tasks("train")[0]
-        episode = environment.episode(task, 0)
-        await episode.reset()
-        done = []
-        for text in texts:
-            said = task.answer if text == "right" else text
-            reply = Reply(text=said, message={}, finish="stop", tokens=1)
-            done.append((await episode.step(reply)).done)
-        return done, await episode.reward()
-
-    return asyncio.run(play())
+    task = environment.tasks("train")[0]
+    said = [task.answer if text == "right" else text for text in texts]
+    return asyncio.run(play_episode(environment, task, said))
 
 
 def test_one_try_ends_after_one_answer(build):
-    done, (reward, metrics) = _play(build(), "right")
-    assert (done, reward, metrics) == ([True], 1.0, {"tries": 1.0, "exact": 1.0})
+    played = _play(build(), "right")
+    assert (played.turns, played.done, played.reward) == (1, True, 1.0)
+    assert played.metrics == {"tries": 1.0, "exact": 1.0}
 
 
 def test_second_try_is_worth_less(build):
-    done, (reward, metrics) = _play(build(tries=3), "wrong", "right")
-    assert (done, reward, metrics) == ([False, True], 0.5, {"tries": 2.0, "exact": 1.0})
+    played = _play(build(tries=3), "wrong", "right")
+    assert (played.turns, played.done, played.reward) == (2, True, 0.5)
+    assert played.metrics == {"tries": 2.0, "exact": 1.0}
 
 
 def test_last_try_ends_the_episode(build):
-    done, (reward, _) = _play(build(tries=2), "", "")
-    assert (done, reward) == ([False, True], 0.0)
+    played = _play(build(tries=2), "", "")
+    assert (played.turns, played.done, played.reward) == (2, True, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from miles import CheckpointError, ConfigError, Reply, Spec
+from miles import CheckpointError, ConfigError, Spec
 from miles.testing import context as make_context
+from miles.testing import play_episode
 
 
 @pytest.mark.miles_contract("environment", "reasoning_gym")
@@ -23,14 +24,8 @@ def build(miles_registry, miles_context):
 
 
 def score(environment, task, text):
-    async def run():
-        episode = environment.episode(task, 0)
-        await episode.reset()
-        message = {"role": "assistant", "content": text}
-        await episode.step(Reply(text=text, message=message, finish="stop", tokens=1))
-        return await episode.reward()
-
-    return asyncio.run(run())
+    played = asyncio.run(play_episode(environment, task, [text]))
+    return played.reward, played.metrics
 
 
 def test_solution_scores_one_and_an_answer_outside_the_tag_nothing(build):

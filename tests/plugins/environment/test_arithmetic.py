@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles import ConfigError, Context, Reply
+from miles import ConfigError, Context
+from miles.testing import play_episode
 from miles_plugins.environment.arithmetic import Arithmetic, _last_number, shuffled
 
 
@@ -16,14 +17,8 @@ def make(seed=0, **config):
 
 
 def score(environment, task, text):
-    async def run():
-        episode = environment.episode(task, 0)
-        await episode.reset()
-        message = {"role": "assistant", "content": text}
-        await episode.step(Reply(text=text, message=message, finish="stop", tokens=1))
-        return (await episode.reward())[0]
-
-    return asyncio.run(run())
+    played = asyncio.run(play_episode(environment, task, [text]))
+    return played.reward
 
 
 @settings(max_examples=30, deadline=None)

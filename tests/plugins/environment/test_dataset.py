@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles import ConfigError, Context, EpisodeError, EpisodeTimeout, Reply
+from miles import ConfigError, Context, EpisodeError, EpisodeTimeout
+from miles.testing import play_episode
 from miles_plugins.environment.dataset import Dataset
 
 pytest.importorskip("datasets")
@@ -37,14 +38,8 @@ def write(path, rows):
 
 
 def score(environment, task, text):
-    async def run():
-        episode = environment.episode(task, 0)
-        await episode.reset()
-        message = {"role": "assistant", "content": text}
-        await episode.step(Reply(text=text, message=message, finish="stop", tokens=1))
-        return await episode.reward()
-
-    return asyncio.run(run())
+    played = asyncio.run(play_episode(environment, task, [text]))
+    return played.reward, played.metrics
 
 
 def test_rows_become_tasks_and_the_hash_splits_them(tmp_path):
