@@ -34,6 +34,7 @@ def test_identity_tells_a_later_process_with_the_same_number() -> None:
     assert process_alive(f"{host}.{pid}.{int(start) - 1}") is False
 
 
-@pytest.mark.parametrize("text", ["", "elsewhere.1.1", "x", "a.b.c", f"{process_identity()}x"])
+@pytest.mark.parametrize("text", ["", "elsewhere.1.1", "x", "a.b.c", "ours with a letter"])
 def test_identity_of_elsewhere_is_unknown(text: str) -> None:
     assert process_alive(text) is None
+    assert process_alive(f"{process_identity()}{text}x") is None
