@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from miles.errors import ConfigError, MilesError, PluginError
 from miles.plugins import Registry
 from miles.protocols import KINDS
+from miles.simulate import command as simulating
 
 if TYPE_CHECKING:
     from miles.config import Plan
@@ -137,6 +138,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         metavar="OVERRIDE",
         help="engine.url=URL model.path=DIR port=N workers=N, and KEY=VALUE as in a run",
     )
+    simulating.words(_add(commands, "simulate", simulating.simulate, "a schedule in virtual time"))
     report = _add(commands, "report", _report, "write report.html of a run directory")
     report.add_argument("run", metavar="RUN_DIR")
     _plugin_words(_add(commands, "plugins", None, "what is installed, and your own"))
@@ -199,7 +201,10 @@ def _run(args: argparse.Namespace) -> int:
     for warning in report.warnings:
         print(f"miles: warning: {warning}", file=sys.stderr)
     from miles.run import execute
+    from miles.simulate.keys import refuse_run
 
+    for stage in plan.stages:
+        refuse_run(stage.name, stage.settings.simulate)
     return execute(plan, plan.registry)
 
 
@@ -210,10 +215,11 @@ def _check(args: argparse.Namespace) -> int:
     report = check(plan)
     for warning in report.warnings:
         print(f"warning: {warning}")
-    for fault in report.faults:
+    faults = [*report.faults, *simulating.faults(plan)]
+    for fault in faults:
         print("\n  ".join(fault.splitlines()))
-    if report.faults:
-        print(f"{len(report.faults)} fault{'s'[: len(report.faults) > 1]}")
+    if faults:
+        print(f"{len(faults)} fault{'s'[: len(faults) > 1]}")
         return FAILED
     print(f"good: {', '.join(f'{s.name} ({s.settings.steps} steps)' for s in plan.stages)}")
     return 0

@@ -1,0 +1,155 @@
+"""What a simulated stage finds around it: in the place of a run's directory, processes and workers.
+
+How the stage goes on is `miles.simulate.simulation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from miles import loop
+from miles.batch import Batch
+from miles.buffer import Lease
+from miles.protocols import Tools
+from miles.router import Router
+from miles.seeds import derive_seed
+from miles.session.partial import Partial
+from miles.stage import Shared
+from miles.types import Group, Sampling
+
+if TYPE_CHECKING:
+    from miles.simulate.simulation import Simulation
+
+__all__ = ["Fleet", "MemoryLedger", "Outside", "Pool", "Rollouts"]
+
+
+class MemoryLedger:
+    """What a stage asks of a ledger, kept in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[Mapping[str, Any]] = []
+
+    @property
+    def offset(self) -> int:
+        """Lines written."""
+        return len(self.lines)
+
+    def write(self, *, step: int, started: int, ended: Sequence[tuple[int, str]]) -> None:
+        """As `Ledger.write`."""
+        self.lines.append({"step": step, "started": started, "ended": list(ended)})
+
+
+class _Quiet:
+    """Hooks of a run that nobody watches: what plugins would do to files must not happen."""
+
+    def prepared(self, groups: Sequence[Group], batch: Batch) -> Batch:
+        return batch
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda **arguments: None
+
+
+@dataclass(slots=True)
+class Outside:
+    """What a simulated stage finds around it in the place of a run's directory and processes."""
+
+    ledger: Any = field(default_factory=MemoryLedger)
+    """Where fates are written."""
+    evaluated: list[Mapping[str, Any]] = field(default_factory=list)
+    """Moments of that name."""
+    version: int = 0
+    """Version to begin with."""
+    next_group: int = 0
+    """Id of the next group."""
+
+    def shared(self) -> Shared:
+        """As a stage wants it."""
+
+        def moment(name: str, data: Mapping[str, Any]) -> None:
+            if name == "evaluated":
+                self.evaluated.append(data)
+
+        return Shared(
+            directory=Path("/nonexistent/simulation"),  # nothing may be written there
+            registry=SimpleNamespace(hook=_Quiet()),
+            runtime=None,
+            ledger=self.ledger,
+            tracking=cast(Any, SimpleNamespace(moment=moment)),
+            config={},
+            version=self.version,
+            next_group=self.next_group,
+        )
+
+
+class Fleet:
+    """What a stage asks of `miles.engines`, over modelled ones."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.sleep, self.wake, self.health = router.sleep, router.wake, router.health
+
+
+class Pool:
+    """What a stage asks of `miles.pool`: groups are played by `miles.loop.rollout`, here."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    async def group(
+        self,
+        lease: Lease,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        *,
+        returned: Callable[[], None] | None = None,
+    ) -> Group:
+        """Play one group."""
+        simulation = self._simulation
+        if returned is not None:
+            simulation.returns[lease.id] = returned
+        how = {} if sampling is None else {"sampling": sampling}
+        try:
+            return await loop.rollout(cast(Any, simulation.rollouts), lease, samples, **how)
+        finally:
+            simulation.returns.pop(lease.id, None)
+            simulation.forget(lease.id)
+
+    async def metrics(self) -> Mapping[str, float]:
+        """None: the result counts by itself."""
+        return {}
+
+
+class Rollouts:
+    """Implements `miles.loop.Rollouts`."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.settings = simulation.settings
+        self.environment = simulation.environment
+        router: Any = simulation.router
+        self._engine = Partial(router) if self.settings.partial else router
+        self._sampler = router
+        self._sampling = Sampling(max_new_tokens=self.settings.max_new_tokens)
+
+    def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
+        name = f"g{lease.id}.{index}"
+        self._simulation.attempts.setdefault(lease.id, []).append(name)
+        return cast(
+            Tools,
+            SimpleNamespace(
+                id=name,
+                group=lease.id,
+                seed=derive_seed(self.settings.seed, "rollout", lease.id, index or 0),
+                sampling=sampling or self._sampling,
+                engine=self._engine if sampling is None else self._sampler,
+            ),
+        )
+
+    def returned(self, lease: Lease) -> None:
+        if (tell := self._simulation.returns.get(lease.id)) is not None:
+            tell()
+        self._simulation.idle.idle_changed()
