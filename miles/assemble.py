@@ -18,6 +18,7 @@ from miles.batch import Receipt
 from miles.buffer import Buffer
 from miles.engines import Engines
 from miles.errors import ConfigError
+from miles.eval_fleet import EvalFleet
 from miles.placement import Colocated, Placement, Split
 from miles.pool import Pool
 from miles.protocols import Context, Handle, Spec
@@ -52,7 +53,14 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     stage.environment_name = specs["environment"].name
     stage.selector = make(specs["selector"])
     stage.algorithm = make(specs["algorithm"])
-    stage.evaluator = make(specs["evaluator"])
+    environments = registry.environments(specs["evaluator"])
+    stage.eval_sets = tuple(environments)
+    around = replace(
+        context,
+        environments={name: registry.build(spec, context) for name, spec in environments.items()},
+    )
+    stage.evaluator = _optional(registry, around, specs["evaluator"])
+    stage.eval_fleet = make_eval_fleet(plan.stages[index:], shared.runtime, registry, context)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
         tasks.create_task(_place_rollouts(stage, plan.stages[index:], context))
@@ -72,6 +80,31 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         settings, buffer=stage.buffer, trainer=stage.trainer, engines=stage.engines
     )
     return stage
+
+
+def make_eval_fleet(
+    planned: Sequence[Any], runtime: Any, registry: Any, context: Context
+) -> EvalFleet | None:
+    """The engines that only evaluate of the first of these stages, when its evaluator wants some
+    and one of the stages has an engine that samples; nothing is started."""
+    own = planned[0].specs
+    spec = own["evaluator"]
+    sampling = next((p for p in planned if _samples(registry, p.specs["engine"])), None)
+    if spec is None or sampling is None:
+        return None
+    if getattr(registry.component("evaluator", spec.name), "place", "rollout") != "apart":
+        return None
+    kinds = ("model", "precision", "tito", "sandbox", "environment")
+    return EvalFleet(
+        runtime=runtime,
+        engine=[sampling.specs[kind] for kind in ("model", "precision", "engine")],
+        rollouts=[
+            *(own[kind] for kind in kinds if own[kind] is not None),
+            *registry.environments(spec).values(),
+        ],
+        context=replace(context, settings=sampling.settings),
+        count=int(spec.config.get("workers", 1)),
+    )
 
 
 def make_buffer(settings: Settings, *, version: int, until: int) -> Buffer:
@@ -143,6 +176,7 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
     if not stage.samples:
         kinds.append("engine")  # it replays demonstrations, in the rollout worker itself
     parts = [own[kind] for kind in kinds if own[kind] is not None]
+    parts += stage.shared.registry.environments(own["evaluator"]).values()
     roles = [f"rollout-{i}" for i in range(stage.settings.rollout_workers)]
     if len(roles) == 1:
         roles = ["rollout"]

@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from miles.errors import SampleError
-from miles.types import Array, Sample, WeightVersion
+from miles.types import Array, Sample, Trajectory, WeightVersion
 
-__all__ = ["Batch", "Receipt", "Score", "Skipped", "Term", "Tokens", "Update", "flatten"]
+__all__ = [
+    "Batch",
+    "Receipt",
+    "Score",
+    "Skipped",
+    "Term",
+    "Tokens",
+    "Update",
+    "flatten",
+    "version_fault",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,3 +174,19 @@ class Skipped:
     """Name of the set."""
     reason: str
     """Why."""
+
+
+def version_fault(trajectories: Iterable[Trajectory], version: int) -> str:
+    """Why these do not show what `version` can do, empty when they do: every sample must be served
+    by that version alone."""
+    samples = [s for t in trajectories for s in t.samples if s.spans]
+    mixed = [s for s in samples if len({span.version for span in s.spans}) > 1]
+    if mixed:
+        names = ", ".join(map(str, sorted({x.version for s in mixed for x in s.spans})))
+        return f"{len(mixed)} of {len(samples)} samples were served by mixed versions: {names}"
+    found = {s.spans[0].version for s in samples}
+    if found <= {version}:
+        return ""
+    mean = sum(s.spans[0].version for s in samples) / len(samples)
+    names = ", ".join(map(str, sorted(found)))
+    return f"samples of version {names}, on average {mean:g}, are not of version {version}"

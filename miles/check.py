@@ -214,6 +214,10 @@ def _build(stage: Stage, registry: Registry, context: Context) -> tuple[dict[str
         if not isinstance(spec, Spec) or _FROM.get(kind, kind) not in {*built, kind}:
             continue
         try:
+            if kind == "evaluator":
+                named = registry.environments(spec).items()
+                own = {name: registry.build(each, context) for name, each in named}
+                context = replace(context, environments=own)
             built[kind] = registry.build(spec, context)
             if kind == "model":
                 built[kind].hf_config()

@@ -27,10 +27,13 @@ class Engines:
     """Engine workers that all serve the same weights; `handles` for transports, `doors` for
     rollout workers: name, host, port and token of each."""
 
-    def __init__(self, runtime: Runtime, *, timeout_s: float, max_restarts: int) -> None:
+    def __init__(
+        self, runtime: Runtime, *, timeout_s: float, max_restarts: int, name: str = "engine"
+    ) -> None:
         self.handles: list[Handle] = []
         self.doors: list[list[Any]] = []
         self.restarts = 0
+        self._name = name
         self._runtime = runtime
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
@@ -42,7 +45,7 @@ class Engines:
         if len(self.handles) != count:
             await asyncio.gather(*(self._runtime.end(handle) for handle in self.handles))
             self._parts, self._context = tuple(parts), context
-            names = ["engine"] if count == 1 else [f"engine-{i}" for i in range(count)]
+            names = [self._name] if count == 1 else [f"{self._name}-{i}" for i in range(count)]
             started = await asyncio.gather(*(self._start(name) for name in names))
             self.handles, self.doors = [s[0] for s in started], [s[1] for s in started]
         elif (tuple(parts), context.settings) != (self._parts, self._settings):

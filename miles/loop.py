@@ -61,9 +61,14 @@ class Run(Protocol):
         """The next task to attempt; None when there are no more."""
 
     async def rollout(
-        self, lease: Lease, samples: int | None = None, sampling: Sampling | None = None
+        self,
+        lease: Lease,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        **of: str,
     ) -> Group:
-        """Have a group played in a rollout worker, by `rollout` below."""
+        """Have a group played in a rollout worker, by `rollout` below; `of` names an evaluation
+        set."""
 
     async def prepare(self, groups: Sequence[Group]) -> Batch:
         """Log-prob passes and the algorithm, off the event loop."""
@@ -233,10 +238,12 @@ async def episode(made: Episode, conversation: Conversation, max_turns: int) -> 
             await close()
 
 
-async def attempt(run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int) -> Group:
+async def attempt(
+    run: Run, task: Task, *, samples: int, sampling: Sampling, seed: int, **of: str
+) -> Group:
     """Play a task as training does, outside the accounts: for evaluation. The group's id is -1 -
-    seed."""
-    return await run.rollout(Lease(id=-1 - seed, task=task), samples, sampling)
+    seed; `of` names a set that has its own environment."""
+    return await run.rollout(Lease(id=-1 - seed, task=task), samples, sampling, **of)
 
 
 def _refuse_bad_reward(trajectory: Trajectory, environment: Environment) -> None:

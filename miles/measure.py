@@ -28,6 +28,7 @@ class Measure:
         self._dropped: Counter[str] = Counter()
         self._started = 0
         self._rollouts: Mapping[str, float] = {}
+        self._eval_lags: list[int] = []
         self._health: Mapping[str, float] = {}
         self._health_before: Mapping[str, float] = {}
 
@@ -50,6 +51,10 @@ class Measure:
     def engine_health(self, health: Mapping[str, float]) -> None:
         """Counters of the engine since its start, read once a step."""
         self._health = health
+
+    def evaluated(self, lag: int) -> None:
+        """A score came in, `lag` trainer steps after the step that it is of."""
+        self._eval_lags.append(lag)
 
     def rollouts(self, metrics: Mapping[str, float]) -> None:
         """Counts of sessions and routers since the last time, read once a step."""

@@ -148,6 +148,24 @@ class Registry:
             )
         return built
 
+    def environments(self, evaluator: Spec | None) -> dict[str, Spec]:
+        """By set, the environments other than the run's that an evaluator's sets name; a worker
+        holds each as `environment:<set>`. Raises as `component` does, and `ConfigError`."""
+        if evaluator is None:
+            return {}
+        component = self.component(evaluator.kind, evaluator.name)
+        if (named := getattr(component, "environments", None)) is None:
+            return {}
+        owner = f"{evaluator.kind} {evaluator.name!r}"
+        config = schema.build(component.Config, evaluator.config, owner=owner)
+        found = {}
+        for name, keys in named(config).items():
+            rest = {k: v for k, v in keys.items() if k != "name"}
+            part = f"environment:{name}"
+            chosen = str(keys.get("name", ""))
+            found[name] = Spec(kind="environment", name=chosen, config=rest, part=part)
+        return found
+
     def rewards(self) -> dict[str, Callable[..., Any]]:
         """Rewards of all plugins by name. Raises `PluginConflict` for a name given twice."""
         return self._merged("miles_rewards", "reward")

@@ -73,9 +73,11 @@ class Pool:
         samples: int | None = None,
         sampling: Sampling | None = None,
         *,
+        of: str = "",
         returned: Callable[[], None] | None = None,
     ) -> Group:
-        """Have one group played. `returned` is called whenever one of its attempts has ended."""
+        """Have one group played, in the environment of evaluation set `of` if it has its own.
+        `returned` is called whenever one of its attempts has ended."""
         worker = min(self._workers, key=lambda w: w.playing)
         handle = worker.handle
         worker.playing += 1
@@ -87,6 +89,7 @@ class Pool:
                     lease.task,
                     samples,
                     sampling,
+                    of,
                     timeout=self._deadline_s,
                 )
                 return group

@@ -43,8 +43,9 @@ class RemoteTrainer:
         values: Array = (await self._all("trainer.logprobs", tokens, source))[0]
         return values
 
-    async def save(self, directory: Path) -> None:
-        await self._all("trainer.save", str(directory))
+    async def save(self, directory: Path, *, weights_only: bool = False) -> None:
+        more = {"weights_only": True} if weights_only else {}
+        await self._all("trainer.save", str(directory), **more)
 
     async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         await self._all("trainer.load", str(directory), weights_only=weights_only)

@@ -8,6 +8,7 @@ moves weights, or imports torch.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,11 +43,17 @@ class Rollouts:
     `group` or `returning`, and `counts`."""
 
     def __init__(self, parts: Mapping[str, Any], context: Context) -> None:
-        """`parts` holds the environment, the tito handler, perhaps a sandbox, and an engine where
-        that lives here (it replays demonstrations)."""
+        """`parts` holds the environment, the tito handler, perhaps a sandbox, an engine where that
+        lives here (it replays demonstrations), and environments of evaluation sets, each as
+        `environment:<set>`."""
         settings = context.settings
         self.settings = settings
         self.environment = parts["environment"]
+        self.environments = {
+            name.partition(":")[2]: part
+            for name, part in parts.items()
+            if name.startswith("environment:")
+        }
         self.tito = parts["tito"]
         self.sandbox = parts.get("sandbox")
         self.engine: Any = parts.get("engine")
@@ -113,11 +120,17 @@ class Rollouts:
         task: Task,
         samples: int | None = None,
         sampling: Sampling | None = None,
+        of: str = "",
     ) -> Group:
-        """Play a whole group under this id; `samples` and `sampling` are given by evaluations."""
+        """Play a whole group under this id; `samples`, `sampling` and the set's name `of` are given
+        by evaluations."""
         how = {} if sampling is None else {"sampling": sampling}
+        here = self
+        if of in self.environments:
+            here = copy.copy(self)  # shares everything except the environment
+            here.environment = self.environments[of]
         try:
-            return await loop.rollout(self, Lease(id=group, task=task), samples, **how)
+            return await loop.rollout(here, Lease(id=group, task=task), samples, **how)
         finally:
             self._end(group)
 

@@ -237,6 +237,8 @@ class _Run:
         except MilesError:
             await self._rescue(stage)
             raise
+        finally:
+            await stage.evaluations.close()
         if self.interrupted:
             await stage.finish()
 

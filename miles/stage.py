@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
 from miles.engines import Engines
 from miles.errors import BadReward, EngineError, RoutingError, RunError, WorkerError
+from miles.eval_fleet import EvalFleet
+from miles.evaluations import Evaluations, Watched
 from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
@@ -84,6 +86,9 @@ class Stage:
         self.bad_rewards = 0  # of those, for their reward
         self.interrupted = False
         self.published = False  # whether the engine has had weights in this stage
+        self.eval_fleet: EvalFleet | None = None  # engines that only evaluate
+        self.eval_sets: Collection[str] = ()  # those with an environment of their own
+        self.evaluations = Evaluations(self, folder=shared.directory / "snapshots")
 
     # set by `build`
     environment_name: str
@@ -119,13 +124,17 @@ class Stage:
         return Lease(id=group, task=task)
 
     async def rollout(
-        self, lease: Lease, samples: int | None = None, sampling: Sampling | None = None
+        self,
+        lease: Lease,
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        **of: str,
     ) -> Group:
         """In a rollout worker. Raises what ended it, if that was not the group's own affair."""
         returned = None
         if self.buffer.free_each_sample and sampling is None:
             returned = partial(self.buffer.returned, lease.id)
-        group = await self.pool.group(lease, samples, sampling, returned=returned)
+        group = await self.pool.group(lease, samples, sampling, returned=returned, **of)
         if group.failure is not None and group.failure.reason in _OF_ENGINES:
             await self.weights.recover()
         return group
@@ -199,6 +208,7 @@ class Stage:
         edge = not self.published or version == self.last
         if not edge and (version - self.first) % self.settings.publish_every:
             return None
+        await self.evaluations.settle()
         self.published = True
         if self.samples:
             receipt = await self.weights.publish()
@@ -210,26 +220,31 @@ class Stage:
         return receipt
 
     async def evaluate(self, step: int) -> None:
-        """At the stage's beginning and end and every `eval_every` steps; a version is scored
-        once."""
+        """At the stage's beginning and end and every `eval_every` steps; a version is scored once.
+
+        A synchronous stage waits for a score on its own engines, since it could do nothing else.
+        """
         every = self.settings.eval_every
         due = step in (self.first, self.last) or (every and (step - self.first) % every == 0)
         if not due or self.evaluator is None or step == self.shared.evaluated:
             return
         self.shared.evaluated = step
-        self.buffer.hold()
-        try:
-            with self.timing("eval_wait"):
-                results = await self._score(step)
-        finally:
-            self.buffer.release()
+        edge = step in (self.first, self.last)
+        wait = edge or not self.settings.max_lag
+        await self.evaluations.begin(step, wait=wait, last=step == self.last)
+
+    def record(self, step: int, results: Sequence[Score | Skipped]) -> None:
+        """Scores of the version that `step` made, whenever they come."""
+        lag = self.trainer.version - step
         for result in results:
             data = msgspec.to_builtins(result)
             data.update(data.pop("metrics", {}))  # logged beside the score, `eval/<set>/<name>`
             if isinstance(result, Skipped):
                 data["skipped"] = data.pop("reason")
-            self.shared.tracking.moment("evaluated", {"step": step, **data})
+                log.warning("evaluation of version %d, %s: %s", step, result.set, result.reason)
+            self.shared.tracking.moment("evaluated", {"step": step, **data, "lag_steps": lag})
             self.hook.evaluated(step=step, result=result)
+            self.measure.evaluated(lag)
 
     async def end_early(self) -> None:
         """The tasks ran out before the steps did: what is due at the stage's end is due now."""
@@ -238,14 +253,18 @@ class Stage:
             await loop.publish(self)
         await self.evaluate(self.last)
 
-    async def _score(self, version: int) -> Sequence[Score | Skipped]:
+    async def score(self, version: int) -> Sequence[Score | Skipped]:
+        """On the rollout engines."""
         if self.engines is None:
             return [Skipped(set="all", reason="no stage of this run samples tokens")]
         if not self.samples:
             await self.weights.publish()
-        results: Sequence[Score | Skipped] = await self.evaluator.evaluate(
-            version, partial(loop.attempt, self)
-        )
+        elif (served := self.buffer.published_version) != version:
+            every = self.settings.publish_every
+            reason = f"the engines serve version {served} (publish_every is {every})"
+            return [Skipped(set="all", reason=reason)]
+        watched = Watched(partial(loop.attempt, self), version, own=self.eval_sets)
+        results = watched.judged(await self.evaluator.evaluate(version, watched))
         if self.samples:
             await self._ask_engines()
         return results
@@ -319,25 +338,9 @@ class Stage:
 
         async def fill(directory: Path) -> Mapping[str, Any]:
             await self.trainer.save(directory)
-            self.tito.save(directory / "model")
+            self._describe(directory)
             (directory / "selector.json").write_text(json.dumps(self.selector.state_dict()))
-            shared = self.shared
-            (directory / "config.json").write_text(json.dumps(shared.config, indent=1))
-            (directory / "plugins.json").write_text(
-                json.dumps(shared.registry.provenance(), indent=1)
-            )
-            leases = [*self.buffer.leases(), *self.leases]
-            return {
-                "version": version,
-                "stage": self.name,
-                "stage_first": self.first,
-                "next_group": shared.next_group,
-                "evaluated": shared.evaluated,
-                "ledger_offset": shared.ledger.offset,
-                "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
-                "unused": msgspec.to_builtins(self.buffer.unused),
-                "retried": dict(self.buffer.retried),
-            }
+            return self.standing()
 
         path = await checkpoint.write(folder, version, fill)
         checkpoint.prune(folder, self.settings.keep_checkpoints)
@@ -345,15 +348,56 @@ class Stage:
         self.hook.checkpoint_saved(step=version, directory=str(path))
         return path
 
+    def standing(self) -> Mapping[str, Any]:
+        """Plain values from which `stand` goes on: where the run is, and every open lease."""
+        shared = self.shared
+        leases = [*self.buffer.leases(), *self.leases]
+        return {
+            "version": self.trainer.version,
+            "stage": self.name,
+            "stage_first": self.first,
+            "next_group": shared.next_group,
+            "evaluated": shared.evaluated,
+            "ledger_offset": shared.ledger.offset,
+            "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
+            "unused": msgspec.to_builtins(self.buffer.unused),
+            "retried": dict(self.buffer.retried),
+        }
+
+    def _describe(self, directory: Path) -> None:
+        """What the weights in a directory need to be used again."""
+        self.tito.save(directory / "model")
+        (directory / "config.json").write_text(json.dumps(self.shared.config, indent=1))
+        (directory / "plugins.json").write_text(
+            json.dumps(self.shared.registry.provenance(), indent=1)
+        )
+
+    async def snapshot(self, folder: Path) -> Path:
+        """Write the trainer's weights alone, for evaluations: complete, or not at all."""
+        version = self.trainer.version
+
+        async def fill(directory: Path) -> Mapping[str, Any]:
+            await self.trainer.save(directory, weights_only=True)
+            self._describe(directory)
+            return {"version": version, "stage": self.name}
+
+        return await checkpoint.write(folder, version, fill)
+
     def interrupt(self) -> None:
         """End after the current step; what was started stays leased."""
         self.interrupted = True
         if hasattr(self, "buffer"):
             self.buffer.stop()
+        if self.evaluations.stop() == self.shared.evaluated:
+            self.shared.evaluated = -1  # to be scored again
 
     def restore(self, path: Path, state: Mapping[str, Any]) -> None:
         """Selector, leases and unused tasks of a checkpoint in the middle of this stage."""
         self.selector.load_state_dict(json.loads((path / "selector.json").read_text()))
+        self.stand(state)
+
+    def stand(self, state: Mapping[str, Any]) -> None:
+        """Leases and unused tasks as `standing` told them."""
         self.leases = [
             Lease(id=x["id"], task=msgspec.convert(x["task"], Task)) for x in state["leases"]
         ]

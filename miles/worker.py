@@ -22,8 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles import checkpoint
 from miles.calls import Answerer
-from miles.errors import PluginVersionError, WorkerError
+from miles.errors import PluginVersionError, WeightSyncError, WorkerError
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
 from miles.rollouts import Rollouts
@@ -79,6 +80,20 @@ class Worker:
         name = self._door.sockets[0].getsockname()
         return [name[0], name[1]]
 
+    async def load_snapshot(self, directory: str, version: int) -> int:
+        """Have the engine serve the weights of a snapshot, every file of it checked against its
+        manifest first; the version it then says. Raises `CheckpointError`, `WeightSyncError`."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, checkpoint.verify, Path(directory))
+        engine = self.parts["engine"]
+        if (load := getattr(engine, "load_directory", None)) is None:
+            raise WeightSyncError(
+                f"{self.name}: engine {type(engine).__name__} cannot read a checkpoint (it has no "
+                "load_directory)"
+            )
+        await load(version, Path(directory) / "model")
+        return int(await engine.version())
+
     def _peer(self, token: str) -> Connection:
         answerer = Answerer(
             self._engine_method, executor=self._thread, on_lost=lambda: None, token=token
@@ -92,7 +107,7 @@ class Worker:
 
     def _method(self, target: str) -> Any:
         part, _, name = target.partition(".")
-        if part == "worker" and name in ("build", "listen"):
+        if part == "worker" and name in ("build", "listen", "load_snapshot"):
             return getattr(self, name)
         if part not in self.parts or name.startswith("_"):
             raise WorkerError(f"{self.name}: no part {part!r} (has: {', '.join(self.parts)})")
@@ -132,8 +147,8 @@ class Worker:
         )
         for spec in parts:
             part = self._registry.build(spec, around)
-            self.parts[spec.kind] = part
-            if spec.kind in FOR_OTHERS:
+            self.parts[spec.part or spec.kind] = part
+            if spec.kind in FOR_OTHERS and not spec.part:
                 around = replace(around, **{spec.kind: part})
         if "environment" in self.parts:
             self.parts["rollouts"] = Rollouts(self.parts, around)

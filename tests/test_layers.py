@@ -59,7 +59,7 @@ TABLE = {
     ),
     "assembly": Row(
         "stage pool engines weights probe served sessions fleet rollouts assemble run simulate"
-        " serve evaluate convert worker cli __main__",
+        " serve evaluate evaluations eval_fleet convert worker cli __main__",
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles.batch import Score, Skipped
@@ -16,18 +17,33 @@ __all__ = ["Attempt", "Evaluator", "Runtime", "Tracker"]
 class Attempt(Protocol):
     """Plays a task the way training does, for evaluators."""
 
+    directory: Path | None
+    """The checkpoint being scored, for evaluators whose `place` is not `rollout`; `model/` in it is
+    a Hugging Face directory."""
+
     async def __call__(
-        self, task: Task, *, samples: int, sampling: Sampling, seed: int
-    ) -> Group: ...
+        self, task: Task, *, samples: int, sampling: Sampling, seed: int, of: str = ""
+    ) -> Group:
+        """Several attempts at one task. `of` names the set, which may have its own environment."""
 
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """How a policy version is scored."""
+    """How a policy version is scored.
+
+    Optional attributes, of the class or the object: `place` is where attempts are played, on the
+    engines that train (`rollout`, the default), on engines of its own that are loaded from a
+    snapshot (`apart`), or nowhere, since it wants a checkpoint directory (`directory`);
+    `timeout_s`, the seconds after which it is given up; and, where snapshots are taken, `workers`
+    (of its own engines), `snapshots` (how many may exist) and `overflow` (`wait` or `skip`, when
+    all are taken). A classmethod `environments(config)` gives, by set, `name` and keys of
+    environments that are not the run's; they are in `context.environments`.
+    """
 
     async def evaluate(self, version: int, attempt: Attempt) -> Sequence[Score | Skipped]:
-        """Score one version on every set. Any failure is a `Skipped`; never raises
-        `RolloutError`."""
+        """Score one version on every set. Any failure is a `Skipped`; never raises `RolloutError`.
+        The run records a `Score` only if it is of that version, and if every sample played for it
+        was."""
 
 
 @runtime_checkable

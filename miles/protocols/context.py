@@ -22,6 +22,8 @@ class Spec:
     """Registered name."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Plain values for its `Config`."""
+    part: str = ""
+    """Name under which a worker holds it; empty is its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +64,5 @@ class Context:
     """The `Sandbox`, when one was chosen."""
     environment: Any = None
     """The `Environment`."""
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    """By evaluation set, environments other than the run's in which an evaluator plays."""

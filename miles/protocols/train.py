@@ -35,9 +35,9 @@ class Trainer(Protocol):
         """(Hugging Face name, tensor in the precision's export type), whole tensors, in a fixed
         order."""
 
-    def save(self, directory: Path) -> None:
-        """Write `model/` (safetensors and config that `transformers` loads) and `trainer/` (all
-        other state)."""
+    def save(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Write `model/` (safetensors and config that `transformers` loads) and, unless
+        `weights_only`, `trainer/` (all other state)."""
 
     def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Continue from what `save` wrote; `weights_only` takes the model and version, not the
@@ -56,8 +56,9 @@ class Engine(Protocol):
     `process` is "rollout".
 
     Optional: `stream(request)`, an async generator of (new tokens,) int32 arrays as they are
-    decoded and last the whole `Completion`; and `dp_ranks`, how many data-parallel ranks a routing
-    key can be bound to.
+    decoded and last the whole `Completion`; `dp_ranks`, how many data-parallel ranks a routing
+    key can be bound to; and `load_directory(version, directory)`, as `load` from the safetensors of
+    a Hugging Face directory, which an evaluation fleet needs.
     """
 
     samples: ClassVar[bool]

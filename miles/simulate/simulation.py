@@ -7,6 +7,7 @@ evaluate) is taken by the code that runs decide it; what things take is `miles.s
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -70,6 +71,8 @@ class Simulation(Stage):
         self.attempts: dict[int, list[str]] = {}
         """Names of attempts by group in flight."""
         self.timeline = Timeline()
+        self.saved = ""
+        """The newest checkpoint."""
         self.stepped: list[Step] = []
         self.watchers: list[Callable[[Simulation], None]] = []
         """Called after every step."""
@@ -189,14 +192,24 @@ class Simulation(Stage):
         await super().checkpoint(step)
 
     async def save(self) -> Path:
-        """Nothing is written; `watchers` may keep `standing`."""
+        """As JSON in `saved`, from which `stand_again` goes on; nothing is written to disk."""
+        self._write_ledger(self.trainer.version)
+        kept = {"selector": self.selector.state_dict(), **self.standing()}
+        self.saved = json.dumps(kept)
         return Path()
 
-    async def _score(self, version: int) -> Any:
+    def stand_again(self, saved: str) -> None:
+        """Go on where `saved` was; the simulation must be of that version and not have begun."""
+        state = json.loads(saved)
+        self.assemble()
+        self.selector.load_state_dict(state["selector"])
+        self.stand(state)
+
+    async def score(self, version: int) -> Any:
         self._evaluating = True
         self.idle.idle_changed()
         try:
-            return await super()._score(version)
+            return await super().score(version)
         finally:
             self._evaluating = False
             self.idle.idle_changed()

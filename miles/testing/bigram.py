@@ -354,8 +354,8 @@ class FakeTrainer:
         """The one table, float32."""
         yield WEIGHT, self._weight_VV.copy()
 
-    def save(self, directory: Path) -> None:
-        """The tables and the version."""
+    def save(self, directory: Path, *, weights_only: bool = False) -> None:
+        """The tables and the version, which is all there is."""
         directory.mkdir(parents=True, exist_ok=True)
         np.savez(
             directory / "fake_trainer.npz",

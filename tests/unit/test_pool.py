@@ -25,7 +25,9 @@ class Rollouts:
         if self.how == "hang":
             raise WorkerError("no answer")
 
-    async def group(self, group: int, task: Task, samples: Any, sampling: Any) -> Group:
+    async def group(
+        self, group: int, task: Task, samples: Any, sampling: Any, of: str = ""
+    ) -> Group:
         self.groups.append(group)
         if self.how == "hang":
             await asyncio.sleep(0.01)

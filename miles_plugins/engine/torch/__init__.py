@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -85,6 +86,7 @@ class Torch:
         torch.set_num_threads(config.threads)
         self._device = torch.device(config.device)
         self._dtype = getattr(torch, context.precision.engine)
+        self._export = context.precision.export
         shape = {
             "max_len": self.max_len,
             "key_block": config.key_block,
@@ -268,6 +270,15 @@ class Torch:
             await self.abort()
         batching.load(version, parameters, keep=self._pause == "in_place")
         self._start()
+
+    async def load_directory(self, version: int, directory: Path) -> None:
+        """As `load`, from the safetensors of a Hugging Face directory. Raises `WeightSyncError`
+        naming a file that cannot be read."""
+        import torch
+
+        from miles_plugins.engine.torch.reading import read_weights
+
+        await self.load(version, read_weights(directory, export=getattr(torch, self._export)))
 
     async def version(self) -> int:
         """The version being served; -1 before the first load."""

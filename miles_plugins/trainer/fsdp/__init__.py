@@ -131,10 +131,10 @@ class Fsdp:
         step."""
         return self._worker.export()
 
-    def save(self, directory: Path | str) -> None:
-        """Write `model/` and `trainer/` below `directory`. Raises `CheckpointError` naming the
-        file."""
-        self._worker.save(Path(directory))
+    def save(self, directory: Path | str, *, weights_only: bool = False) -> None:
+        """Write `model/` and, unless `weights_only`, `trainer/` below `directory`. Raises
+        `CheckpointError` naming the file."""
+        self._worker.save(Path(directory), weights_only=weights_only)
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Continue from what `save` wrote. Raises `CheckpointError` naming files or tensors that do

@@ -136,16 +136,28 @@ def check_names(
         raise CheckpointError(f"weights in {directory} do not fit: {'; '.join(faults[:8])}{more}")
 
 
-def save(worker: Worker, directory: Path) -> None:
+def save(worker: Worker, directory: Path, *, weights_only: bool = False) -> None:
     """Write everything `load` needs: whole weights and counters by rank 0, its own moments and
-    random state by each rank. Raises `CheckpointError` naming the file that could not be
-    written."""
+    random state by each rank; or, with `weights_only`, just the model. Raises `CheckpointError`
+    naming the file that could not be written."""
     named, ranks = worker.masters.named, worker.ranks
     tensors = ((name, whole(master).detach()) for name, master in named.items())
     if ranks.rank == 0:
         config = {k: v for k, v in worker.context.model.hf_config().items() if k != "torch_dtype"}
         sizes = {name: m.numel() * m.element_size() for name, m in named.items()}
         write_model(directory / "model", config | {"dtype": MASTER}, tensors, sizes)
+    else:
+        for _ in tensors:  # gathering takes every rank
+            pass
+    if not weights_only:
+        _save_rest(worker, directory / "trainer")
+    ranks.wait()
+
+
+def _save_rest(worker: Worker, directory: Path) -> None:
+    """Counters by rank 0, and what each rank has for itself."""
+    ranks = worker.ranks
+    if ranks.rank == 0:
         counters = {
             "format": FORMAT,
             "version": worker.version,
@@ -153,17 +165,13 @@ def save(worker: Worker, directory: Path) -> None:
             "world": ranks.world,
             "reference": worker.reference is not None,
         }
-        write_json(directory / "trainer" / "state.json", counters)
-    else:
-        for _ in tensors:  # gathering takes every rank
-            pass
+        write_json(directory / "state.json", counters)
     own = {f"optimizer/{name}": t for name, t in worker.masters.moments().items()}
     own |= {f"reference/{name}": t for name, t in (worker.reference or {}).items()}
     own["random/cpu"] = torch.get_rng_state()
     if ranks.device.type == "cuda":
         own["random/cuda"] = torch.cuda.get_rng_state(ranks.device)
-    write_tensors(directory / "trainer" / f"rank_{ranks.rank}.safetensors", own)
-    ranks.wait()
+    write_tensors(directory / f"rank_{ranks.rank}.safetensors", own)
 
 
 def load(worker: Worker, directory: Path, *, weights_only: bool) -> None:

@@ -322,9 +322,9 @@ class Worker:
             full = whole(master).detach()
             yield name, full.to(dtype) if full.is_floating_point() else full
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Fsdp.save`."""
-        state.save(self, directory)
+        state.save(self, directory, weights_only=weights_only)
 
     def load(self, directory: Path, *, weights_only: bool) -> None:
         """See `Fsdp.load`."""

@@ -737,16 +737,18 @@ class Careless(Shared):
 class Fragile(Shared):
     """Raises when an attempt does."""
 
-    async def _one(self, task, attempt, seed):
-        return await attempt(task, samples=1, sampling=self._sampling, seed=seed)
+    async def _evaluate(self, plan, version, attempt, deadline):
+        for task in self.tasks(plan):
+            await attempt(task, samples=1, sampling=plan.sampling, seed=1, of=plan.name)
+        return await super()._evaluate(plan, version, attempt, deadline)
 
 
 @breaks("evaluator", "repeats")
 class Fickle(Shared):
     """Plays with other seeds each time."""
 
-    async def _one(self, task, attempt, seed):
-        return await super()._one(task, attempt, random.randrange(2**60))
+    async def _one(self, plan, task, attempt, seed):
+        return await super()._one(plan, task, attempt, random.randrange(2**60))
 
 
 @breaks("runtime", "end")
