@@ -103,10 +103,12 @@ class Buffer:
         self._cancels: dict[int, Callable[[], object]] = {}
         self._doomed: set[int] = set()  # cancelled, and not back yet
         self._ready: dict[int, Group] = {}  # in order of arrival
+        self._arrived: dict[int, float] = {}  # when each of them did
         self._oldest: dict[int, int | None] = {}  # of groups in `_ready` and in training
         self._training: dict[int, Lease] = {}
         self.lags: list[int] = []  # staleness of the groups taken last, when they were taken
         self._held = 0
+        self._held_s = 0.0  # that `take` waited while new groups were held
         self._closed = self._stopped = False
         self._changed = asyncio.Event()
         self._last_arrival = _now()
@@ -163,7 +165,7 @@ class Buffer:
             self._ready[group.id] = group
             self._oldest[group.id] = group.oldest
             self.accounts.buffered += 1
-            self._last_arrival = _now()
+            self._last_arrival = self._arrived[group.id] = _now()
         else:
             self._end(group.id, drop.reason)
         self._changed.set()
@@ -171,6 +173,7 @@ class Buffer:
     def _end(self, group: int, fate: str) -> None:
         del self._leases[group]
         self._oldest.pop(group, None)
+        self._arrived.pop(group, None)
         if fate == "trained":
             self.accounts.trained += 1
         else:
@@ -246,8 +249,10 @@ class Buffer:
             if not self._held:
                 await self._wait(patience)
             else:
+                held_since = _now()
                 await self._wait(None)
                 self._last_arrival = _now()
+                self._held_s += self._last_arrival - held_since
 
     def _in_order(self, count: int) -> bool:
         """Whether, under `started`, no group in flight began before the ones to take: the order in
@@ -266,6 +271,7 @@ class Buffer:
         taken = sorted(ready[:count], key=lambda g: g.id)
         for group in taken:
             del self._ready[group.id]
+            self._arrived.pop(group.id, None)
             self._training[group.id] = self._leases[group.id]
         self.lags = [self.staleness(g) for g in taken]
         self.accounts.buffered -= len(taken)
@@ -345,6 +351,7 @@ class Buffer:
         self._began.clear()
         self._cancels.clear()
         self._ready.clear()
+        self._arrived.clear()
         self._running_total = self.accounts.in_flight = self.accounts.buffered = 0
         if self._stopped:
             self.accounts.started -= len(left)
@@ -357,6 +364,21 @@ class Buffer:
         """Every group that was started and has not ended, by id: what a resumed run starts
         again."""
         return [self._leases[i] for i in sorted(self._leases)]
+
+    def held_s(self) -> float:
+        """Seconds that `take` waited while new groups were held, since this was asked last."""
+        seconds, self._held_s = self._held_s, 0.0
+        return seconds
+
+    def queue(self) -> list[tuple[float, int]]:
+        """(seconds since it came back, staleness now) of each group that waits for the trainer."""
+        now = _now()
+        return [(now - self._arrived[g.id], self.staleness(g)) for g in self._ready.values()]
+
+    @property
+    def running(self) -> int:
+        """Trajectories that hold a place."""
+        return self._running_total
 
     @property
     def waiting(self) -> tuple[Group, ...]:

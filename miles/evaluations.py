@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from miles import checkpoint
 from miles.batch import Score, Skipped, version_fault
 from miles.eval_fleet import EvalFleet
@@ -34,18 +36,17 @@ class Ground(Protocol):
     evaluator: Any
     buffer: Any
     trainer: Any
+    hook: Any
+    measure: Any
+    shared: Any
     eval_fleet: EvalFleet | None
-
-    def timing(self, what: str) -> AbstractContextManager[None]: ...
+    timing: Callable[[str], AbstractContextManager[None]]
 
     async def score(self, version: int) -> Results:
         """On the engines that train."""
 
     async def snapshot(self, folder: Path) -> Path:
         """Write one of the trainer's weights, complete or not at all."""
-
-    def record(self, step: int, results: Results) -> None:
-        """Tell everyone."""
 
 
 class Watched:
@@ -145,7 +146,7 @@ class Evaluations:
 
     async def _on_rollout(self, version: int) -> None:
         results = await guarded(version, partial(self._ground.score, version))
-        self._ground.record(version, results)
+        self._record(version, results)
 
     async def settle(self, *, grace_s: float = 0.0) -> None:
         """Wait for what plays on the engines that train, `timeout_s` at most; then skip it."""
@@ -160,7 +161,7 @@ class Evaluations:
         self._sharing = None
         if task.cancelled():
             reason = f"timeout: not done after {self.timeout_s:g} s, and weights wait to be sent"
-            self._ground.record(self._sharing_version, [Skipped(set="all", reason=reason)])
+            self._record(self._sharing_version, [Skipped(set="all", reason=reason)])
         else:
             task.result()  # recording it may have raised: a bug, not the evaluation's
 
@@ -187,7 +188,7 @@ class Evaluations:
             if not last and getattr(evaluator, "overflow", "skip") == "skip":
                 behind = ", ".join(map(str, self.pending))
                 reason = f"overflow: snapshots is {limit}, and versions {behind} are not scored yet"
-                ground.record(version, [Skipped(set="all", reason=reason)])
+                self._record(version, [Skipped(set="all", reason=reason)])
                 return
             with ground.timing("eval_wait"):
                 while len(self._pending) >= limit:
@@ -198,7 +199,7 @@ class Evaluations:
                 self._start(version, await ground.snapshot(self._folder))
             return []
 
-        ground.record(version, await guarded(version, take))
+        self._record(version, await guarded(version, take))
 
     def _start(self, version: int, directory: Path) -> None:
         task = asyncio.create_task(
@@ -216,8 +217,22 @@ class Evaluations:
         )
         async with self._turn:
             results = await guarded(version, scoring)
-        ground.record(version, results)
+        self._record(version, results)
         await _removed(directory)
+
+    def _record(self, step: int, results: Results) -> None:
+        """Tell everyone of scores of the version that `step` made, whenever they come."""
+        ground = self._ground
+        lag = ground.trainer.version - step
+        for result in results:
+            data = msgspec.to_builtins(result)
+            data.update(data.pop("metrics", {}))  # logged beside the score, `eval/<set>/<name>`
+            if isinstance(result, Skipped):
+                data["skipped"] = data.pop("reason")
+                _log.warning("evaluation of version %d, %s: %s", step, result.set, result.reason)
+            ground.shared.tracking.moment("evaluated", {"step": step, **data, "lag_steps": lag})
+            ground.hook.evaluated(step=step, result=result)
+            ground.measure.evaluated(lag)
 
     # ---- the end
 

@@ -9,14 +9,19 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 
 from miles.batch import Batch, Update
 from miles.buffer import Buffer
+from miles.errors import RunError
 from miles.types import Group
 
 __all__ = ["Measure"]
+
+_CLOCKS = ("wait", "train", "publish", "eval_wait")
+_inside: ContextVar[list[float] | None] = ContextVar("inside", default=None)
 
 
 class Measure:
@@ -27,6 +32,9 @@ class Measure:
         self._step_began = time.perf_counter()
         self._dropped: Counter[str] = Counter()
         self._started = 0
+        self._retried = 0
+        self._trained = _Lengths()
+        self._returned = _Lengths()
         self._rollouts: Mapping[str, float] = {}
         self._eval_lags: list[int] = []
         self._health: Mapping[str, float] = {}
@@ -41,12 +49,21 @@ class Measure:
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        """Add the time spent inside to `time/<what>_s` of the step."""
-        began = time.perf_counter()
+        """Add the time spent inside to `time/<what>_s` of the step, less what is timed within."""
+        around, within = _inside.get(), [0.0]
+        token, began = _inside.set(within), time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[what] += time.perf_counter() - began
+            _inside.reset(token)
+            spent = time.perf_counter() - began
+            self._seconds[what] += spent - within[0]
+            if around is not None:
+                around[0] += spent
+
+    def came_back(self, group: Group) -> None:
+        """A group is back, whatever becomes of it."""
+        self._returned.add(group)
 
     def engine_health(self, health: Mapping[str, float]) -> None:
         """Counters of the engine since its start, read once a step."""
@@ -70,46 +87,89 @@ class Measure:
         update: Update,
         buffer: Buffer,
     ) -> dict[str, float | int | str]:
-        """The metrics of the step that just ended; clocks start again."""
+        """The metrics of the step that just ended; clocks start again.
+
+        Raises `RunError` when the buffer's accounts do not add up to the groups that were started.
+        """
+        _check(buffer, step)
         now = time.perf_counter()
         whole, self._step_began = now - self._step_began, now
         rewards = np.array(
             [t.reward for g in groups for t in g.trajectories]
         )  # (trajectories,) f64
-        lags = buffer.lags
         sampled = batch.tokens.sampled
         starts = np.count_nonzero(sampled[1:] & ~sampled[:-1]) + int(sampled[0])
-        known = {k: self._seconds.pop(k, 0.0) for k in ("wait", "train", "publish", "eval_wait")}
-        accounts = buffer.accounts
-        dropped = accounts.dropped - self._dropped
         result: dict[str, float | int | str] = {
             "step": step,
             "stage": stage,
             "version": buffer.published_version,
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            "groups/started": accounts.started - self._started,
-            "groups/trained": len(groups),
-            "groups/in_flight": accounts.in_flight,
-            "groups/buffered": accounts.buffered,
-            **{f"groups/dropped/{reason}": n for reason, n in dropped.items()},
-            "staleness/mean": float(np.mean(lags)) if lags else 0.0,
-            "staleness/max": max(lags, default=0),
+            **self._fates(len(groups), buffer),
+            **_freshness(batch, update.version - 1, buffer),
             "tokens/trained": int(np.count_nonzero(batch.tokens.trainable)),
             "tokens/sampled": int(np.count_nonzero(sampled)),
             "length/mean": float(batch.tokens.lengths.mean()),
+            **self._lengths(groups),
+            "samples/truncated": _truncated(groups),
             "session/turns": starts / len(batch.tokens.lengths),
             **self._rollouts,
             **batch.metrics,
             **update.metrics,
             **_means(groups),
+            **self._times(whole, buffer),
+            **self._engine(whole),
+        }
+        if self._eval_lags:
+            result["eval/lag_steps"] = max(self._eval_lags)
+            self._eval_lags.clear()
+        return result
+
+    def _fates(self, trained: int, buffer: Buffer) -> dict[str, float | int | str]:
+        """What became of groups, and of the attempts that they are made of, since the last step;
+        and how many are under way."""
+        accounts, each = buffer.accounts, buffer.samples_per_group
+        retried = buffer.retried.total()
+        groups = {
+            "started": accounts.started - self._started,
+            "trained": trained,
+            "retried": retried - self._retried,
+            "in_flight": accounts.in_flight,
+            "buffered": accounts.buffered,
+            **{f"dropped/{k}": n for k, n in (accounts.dropped - self._dropped).items()},
+        }
+        self._started, self._dropped = accounts.started, Counter(accounts.dropped)
+        self._retried = retried
+        return {
+            **{f"groups/{name}": n for name, n in groups.items()},
+            **{f"samples/{name}": n * each for name, n in groups.items()},
+            "samples/running": buffer.running,
+        }
+
+    def _lengths(self, groups: Sequence[Group]) -> dict[str, float]:
+        for group in groups:
+            self._trained.add(group)
+        trained, returned = self._trained.mean, self._returned.mean
+        if not trained or not returned:
+            return {}
+        return {
+            "length/trained": trained,
+            "length/returned": returned,
+            "length/bias": trained / returned - 1,
+        }
+
+    def _times(self, whole: float, buffer: Buffer) -> dict[str, float]:
+        known = {k: self._seconds.pop(k, 0.0) for k in _CLOCKS}
+        held = min(
+            known["wait"], buffer.held_s()
+        )  # by an evaluation, or the trainer would not wait
+        known["wait"] -= held
+        known["eval_wait"] += held
+        return {
             **{f"time/{name}_s": seconds for name, seconds in known.items()},
             "time/step_s": whole,
             "time/overhead_s": max(0.0, whole - sum(known.values())),
-            **self._engine(whole),
         }
-        self._started, self._dropped = accounts.started, Counter(accounts.dropped)
-        return result
 
     def _engine(self, seconds: float) -> dict[str, float]:
         if not self._health:
@@ -121,6 +181,66 @@ class Measure:
             "engine/idle_s": max(0.0, seconds - new.get("busy_s", 0.0)),
             "engine/tokens_per_s": new.get("tokens", 0.0) / seconds if seconds else 0.0,
         }
+
+
+class _Lengths:
+    """Sampled tokens of trajectories, added up."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.trajectories = 0
+
+    def add(self, group: Group) -> None:
+        """Those of a group that have samples."""
+        for trajectory in group.trajectories:
+            if trajectory.samples:
+                self.trajectories += 1
+                spans = (span for sample in trajectory.samples for span in sample.spans)
+                self.tokens += sum(span.stop - span.start for span in spans)
+
+    @property
+    def mean(self) -> float:
+        """Tokens a trajectory; 0 without any."""
+        return self.tokens / self.trajectories if self.trajectories else 0.0
+
+
+def _check(buffer: Buffer, step: int) -> None:
+    accounts = buffer.accounts
+    if not accounts.balanced:
+        raise RunError(f"step {step}: the accounts of groups do not add up: {accounts}")
+    oldest = max(buffer.lags, default=0)
+    if oldest > buffer.max_lag:
+        raise RunError(
+            f"step {step}: a trained group was {oldest} versions old; max_lag is {buffer.max_lag}"
+        )
+
+
+def _freshness(batch: Batch, version: int, buffer: Buffer) -> dict[str, float]:
+    """How old what was trained is, by group and by token, and what waits; `version` is that of the
+    weights that the step began with."""
+    lags, tokens = buffer.lags, batch.tokens
+    trained = version - tokens.versions[tokens.trainable]  # (trained,) int32
+    waiting = buffer.queue()
+    ages, older = [age for age, _ in waiting], [lag for _, lag in waiting]
+    return {
+        "staleness/mean": float(np.mean(lags)) if lags else 0.0,
+        "staleness/max": max(lags, default=0),
+        **{f"staleness/lag_{lag}": n for lag, n in sorted(Counter(lags).items())},
+        **{
+            f"tokens/lag_{lag}": int(n)
+            for lag, n in zip(*np.unique(trained, return_counts=True), strict=True)
+        },
+        "staleness/waiting_mean": float(np.mean(older)) if older else 0.0,
+        "staleness/waiting_max": max(older, default=0),
+        "buffer/age_mean_s": float(np.mean(ages)) if ages else 0.0,
+        "buffer/age_max_s": max(ages, default=0.0),
+    }
+
+
+def _truncated(groups: Sequence[Group]) -> float:
+    """Share of trajectories that the length limit ended."""
+    last = [t.samples[-1] for g in groups for t in g.trajectories if t.samples]
+    return sum(s.finish == "length" for s in last) / len(last) if last else 0.0
 
 
 def _means(groups: Sequence[Group]) -> dict[str, float]:

@@ -69,6 +69,42 @@ METRICS: tuple[Metric, ...] = _rows(
     ("groups/buffered", "groups", "Finished groups waiting in the buffer when the step ended."),
     ("groups/dropped/<reason>", "groups", "Groups dropped for that reason since the last step."),
     (
+        "groups/retried",
+        "groups",
+        "Tasks of groups that grew too old and are attempted again, since the last step.",
+    ),
+    ("samples/started", "trajectories", "Attempts started since the last step."),
+    ("samples/trained", "trajectories", "Attempts of the step's groups."),
+    (
+        "samples/in_flight",
+        "trajectories",
+        "Attempts of groups being rolled out when the step ended, those that are back included.",
+    ),
+    (
+        "samples/running",
+        "trajectories",
+        "Attempts that held a place of `concurrency` when the step ended.",
+    ),
+    ("samples/buffered", "trajectories", "Attempts of finished groups waiting in the buffer."),
+    ("samples/retried", "trajectories", "Attempts of groups whose task is attempted again."),
+    (
+        "samples/dropped/<reason>",
+        "trajectories",
+        "Attempts of groups dropped for that reason since the last step.",
+    ),
+    (
+        "samples/truncated",
+        "share",
+        "Trained trajectories ended by a length limit, 0 to 1; near 1 the limit is too low.",
+    ),
+    (
+        "buffer/age_mean_s",
+        "seconds",
+        "Time since the groups that wait for the trainer came back, mean; growing means that "
+        "rollouts outrun the trainer.",
+    ),
+    ("buffer/age_max_s", "seconds", "The longest such time."),
+    (
         "staleness/mean",
         "trainer steps",
         "Trainer version minus that of a group's oldest trainable token, mean.",
@@ -78,9 +114,37 @@ METRICS: tuple[Metric, ...] = _rows(
         "trainer steps",
         "The largest staleness of a trained group; never above `max_lag`.",
     ),
+    (
+        "staleness/lag_<k>",
+        "groups",
+        "Trained groups whose oldest trainable token was k versions old: the histogram.",
+    ),
+    (
+        "staleness/waiting_mean",
+        "trainer steps",
+        "Staleness of the groups that wait for the trainer, mean; at `max_lag` they are soon lost.",
+    ),
+    ("staleness/waiting_max", "trainer steps", "The largest staleness of a waiting group."),
     ("tokens/trained", "tokens", "Tokens that carried loss in the step."),
+    ("tokens/lag_<k>", "tokens", "Trained tokens that were k versions old in the step."),
     ("tokens/sampled", "tokens", "Tokens that an engine sampled in the step's groups."),
     ("length/mean", "tokens", "Mean tokens of a trained sample, prompt included."),
+    (
+        "length/trained",
+        "tokens",
+        "Mean sampled tokens of a trajectory, over all that was trained in this stage.",
+    ),
+    (
+        "length/returned",
+        "tokens",
+        "Mean sampled tokens of a trajectory, over all that came back in this stage.",
+    ),
+    (
+        "length/bias",
+        "share",
+        "`length/trained` over `length/returned`, less 1: below 0 short rollouts are preferred; "
+        "`take_order=started` takes that away.",
+    ),
     (
         "mismatch/logprob_abs_mean",
         "nats",
@@ -142,14 +206,23 @@ METRICS: tuple[Metric, ...] = _rows(
     ("grad_norm", "loss per weight", "Global gradient norm before clipping."),
     ("lr", "learning rate", "Learning rate the step used."),
     ("time/step_s", "seconds", "Wall-clock of the whole step."),
-    ("time/wait_s", "seconds", "Time the trainer waited for groups."),
+    (
+        "time/wait_s",
+        "seconds",
+        "Time the trainer waited for groups, less what it waited for an evaluation.",
+    ),
     (
         "time/train_s",
         "seconds",
         "Time in the trainer: log-prob passes, forward, backward, optimizer.",
     ),
     ("time/publish_s", "seconds", "Time to move the weights to every engine."),
-    ("time/eval_wait_s", "seconds", "Time the trainer waited for an evaluation to end."),
+    (
+        "time/eval_wait_s",
+        "seconds",
+        "Time the trainer waited because of an evaluation: for its score, for room for a snapshot "
+        "or its writing, or for groups while new ones were held.",
+    ),
     (
         "time/overhead_s",
         "seconds",
@@ -198,10 +271,29 @@ METRICS: tuple[Metric, ...] = _rows(
         "groups",
         "Groups dropped because tokens of theirs did not extend what was stored.",
     ),
+    (
+        "eval/lag_steps",
+        "trainer steps",
+        "How far the trainer had gone on when a score came in; the largest since the last step.",
+    ),
     ("eval/<set>/score", "reward", "Mean reward on an evaluation set."),
     ("eval/<set>/version", "weight version", "Version that sampled every token of the evaluation."),
     ("eval/<set>/samples", "trajectories", "Attempts that were scored."),
     ("eval/<set>/skipped", "text", "Why the evaluation gave no score."),
+    ("eval/<set>/low", "reward", "Lower end of the 95 % interval of the score."),
+    ("eval/<set>/high", "reward", "Upper end of it."),
+    (
+        "eval/<set>/pass_<k>",
+        "share",
+        "pass@k, by the unbiased estimator of Chen et al. 2021, mean over tasks.",
+    ),
+    ("eval/<set>/pass_<k>_low", "share", "Lower end of its 95 % interval."),
+    ("eval/<set>/pass_<k>_high", "share", "Upper end of it."),
+    (
+        "eval/<set>/lag_steps",
+        "trainer steps",
+        "How far the trainer had gone on when this score, of an earlier step, came in.",
+    ),
     (
         "eval/<set>/<name>",
         "evaluator's own",

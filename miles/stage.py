@@ -146,6 +146,7 @@ class Stage:
         train as zero), and when many steps' worth failed in a row for whatever reason.
         """
         self.selector.observe(group)
+        self.measure.came_back(group)
         drop = group.failure
         if drop is None:
             self.failures = self.bad_rewards = 0
@@ -232,19 +233,6 @@ class Stage:
         edge = step in (self.first, self.last)
         wait = edge or not self.settings.max_lag
         await self.evaluations.begin(step, wait=wait, last=step == self.last)
-
-    def record(self, step: int, results: Sequence[Score | Skipped]) -> None:
-        """Scores of the version that `step` made, whenever they come."""
-        lag = self.trainer.version - step
-        for result in results:
-            data = msgspec.to_builtins(result)
-            data.update(data.pop("metrics", {}))  # logged beside the score, `eval/<set>/<name>`
-            if isinstance(result, Skipped):
-                data["skipped"] = data.pop("reason")
-                log.warning("evaluation of version %d, %s: %s", step, result.set, result.reason)
-            self.shared.tracking.moment("evaluated", {"step": step, **data, "lag_steps": lag})
-            self.hook.evaluated(step=step, result=result)
-            self.measure.evaluated(lag)
 
     async def end_early(self) -> None:
         """The tasks ran out before the steps did: what is due at the stage's end is due now."""

@@ -247,9 +247,9 @@ def test_core_names_no_built_in() -> None:
     assert not found, "\n".join(found)
 
 
-WORDS = {"local", "torch", "none", "process", "tools", "bytes", "terminal"}
+WORDS = {"local", "torch", "none", "process", "tools", "bytes", "terminal", "fleet"}
 """Built-in names that are also plain words of the core: a local plugin file, the package torch,
-the tools of a request."""
+the tools of a request, several engines."""
 
 
 # ---------------------------------------------------------------- the checks can fail
