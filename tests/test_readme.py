@@ -115,7 +115,7 @@ def test_page_links_to_files_that_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_page_shows_the_loop_and_the_rules_in_short(page: str) -> None:
-    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) < 170
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) < 180
 
 
 def test_contributing_has_a_reason_for_every_dependency() -> None:

@@ -62,7 +62,7 @@ def test_served_session_streams_text_calls_and_usage():
     deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
     assert "".join(d.get("content", "") for d in deltas) == "abcd"
     assert [d["tool_calls"][0]["id"] for d in deltas if "tool_calls" in d] == ["c1"]
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert chunks[-1]["usage"]["completion_tokens"] == 24  # with its call
 
 
 def test_served_session_refuses_other_keys_and_paths_and_an_empty_trajectory():

@@ -13,8 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from miles import EpisodeError, Message, Reply, Step
-from miles.protocols import Tool
+from miles import EpisodeError, Message, Reply, Step, Tool
 from miles_plugin_nemo_gym.spelling import to_items, to_messages, to_response, to_tools
 
 _WHERE = "environment nemo_gym"

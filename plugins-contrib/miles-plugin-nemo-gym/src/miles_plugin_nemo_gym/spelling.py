@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles import ConfigError, Message
-from miles.protocols import Tool
+from miles import ConfigError, Message, Tool
 
 _ROLES = {"developer": "system"}
 
