@@ -30,6 +30,9 @@ from miles.weights import Weights
 __all__ = ["build", "make_buffer", "make_placement"]
 
 
+_DRAIN_GRACE_S = 30.0  # a group that hangs ends by its own deadline first, then its worker's
+
+
 async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     """Build stage `index` of a plan: light components here, trainer and engine in their workers, at
     once."""
@@ -133,7 +136,7 @@ def make_placement(settings: Settings, *, buffer: Buffer, trainer: Any, engines:
             buffer=buffer,
             trainer=trainer,
             engine=engines,
-            drain_timeout_s=settings.episode_timeout_s,
+            drain_timeout_s=settings.episode_timeout_s + _DRAIN_GRACE_S,
         )
     return Split()
 

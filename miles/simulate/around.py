@@ -15,9 +15,9 @@ from miles import loop
 from miles.batch import Batch
 from miles.buffer import Lease
 from miles.protocols import Tools
-from miles.router import Router
 from miles.seeds import derive_seed
 from miles.session.partial import Partial
+from miles.simulate.engine import ModelledEngine
 from miles.stage import Shared
 from miles.types import Group, Sampling
 
@@ -86,11 +86,29 @@ class Outside:
 
 
 class Fleet:
-    """What a stage asks of `miles.engines`, over modelled ones."""
+    """What a stage asks of `miles.engines`, over modelled ones, dead ones among them."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self.sleep, self.wake, self.health = router.sleep, router.wake, router.health
+    def __init__(self, engines: Sequence[ModelledEngine]) -> None:
+        self._engines = engines
+
+    async def sleep(self) -> None:
+        """All of them."""
+        for engine in self._engines:
+            await engine.sleep()
+
+    async def wake(self) -> None:
+        """All of them."""
+        for engine in self._engines:
+            await engine.wake()
+
+    async def health(self) -> Mapping[str, float]:
+        """Sums over those that live."""
+        total: dict[str, float] = {}
+        for engine in self._engines:
+            if not engine.dead:
+                for name, value in (await engine.health()).items():
+                    total[name] = total.get(name, 0.0) + value
+        return total
 
 
 class Pool:

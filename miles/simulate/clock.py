@@ -132,7 +132,10 @@ class VirtualLoop(_Loop):
         or a callback raised."""
         main = asyncio.ensure_future(future, loop=self._typed)
         main.add_done_callback(self._end)
-        self.run_forever()
+        try:
+            self.run_forever()
+        finally:
+            main.remove_done_callback(self._end)
         if not main.done():
             raise RuntimeError("the loop was stopped before its main task was done")
         return main.result()
@@ -144,8 +147,6 @@ class VirtualLoop(_Loop):
         """Run until `stop`."""
         if self._running or self._closed:
             raise RuntimeError("this event loop is running already, or closed")
-        if events._get_running_loop() is not None:
-            raise RuntimeError("a simulation cannot run inside a running event loop")
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._generators.add, finalizer=self._finalize)
         events._set_running_loop(self._typed)
@@ -293,6 +294,9 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float = float("inf")) -> T:
 
     Raises what it raises, `Deadlock` when nothing can happen any more, and `OutOfTime`.
     """
+    if events._get_running_loop() is not None:
+        main.close()
+        raise RuntimeError("a simulation cannot run inside a running event loop")
     loop = VirtualLoop(limit_s=limit_s)
     # a context of its own: what the caller's holds is not changed
     task = contextvars.copy_context().run(loop.create_task, main, name="main")

@@ -66,6 +66,7 @@ class ModelledEngine:
         self._decode_rate = self._prefill_rate = 0.0
         self._speed = 1.0
         self._stops = 0
+        self._asleep = False
         self._sequence = 0
         self._timer: Any = None
         size = keys.max_requests + 1
@@ -145,12 +146,16 @@ class ModelledEngine:
         self._plan()
 
     async def sleep(self) -> None:
-        """As `pause`."""
-        await self.pause()
+        """Stop computing until `wake`."""
+        self._settle()
+        self._asleep = True
+        self._plan()
 
     async def wake(self) -> None:
-        """As `resume`."""
-        await self.resume()
+        """Go on, asleep or not."""
+        self._settle()
+        self._asleep = False
+        self._plan()
 
     # ---- what the simulation does to it
 
@@ -209,7 +214,7 @@ class ModelledEngine:
     @property
     def stopped(self) -> bool:
         """Whether it was told not to compute."""
-        return self._stops > 0
+        return self._stops > 0 or self._asleep
 
     @property
     def running(self) -> int:
@@ -239,7 +244,7 @@ class ModelledEngine:
             self._timer.cancel()
             self._timer = None
         self._prefill_rate = self._decode_rate = 0.0
-        self.computing = self._running > 0 and not self._stops and not self.dead
+        self.computing = self._running > 0 and not (self.stopped or self.dead)
         if self.computing:
             self._timer = self._next()
         if self.computing != self._told or self.traced:

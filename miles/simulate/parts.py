@@ -53,6 +53,12 @@ class ModelledTrainer:
         self.version += 1
         return Update(version=self.version)
 
+    async def sleep(self) -> None:
+        """Nothing: what that takes is part of a step."""
+
+    async def wake(self) -> None:
+        """Nothing."""
+
     async def _work(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         self.computing = True

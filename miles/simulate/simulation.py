@@ -115,7 +115,7 @@ class Simulation(Stage):
                 changed=self.idle.idle_changed,
             ),
         )
-        self.engines = cast(Any, Fleet(self.router))
+        self.engines = cast(Any, Fleet(self.fleet))
         self.samples = True
         self.pool = cast(Any, Pool(self))
         self.buffer = make_buffer(settings, version=self.shared.version, until=self.last)
