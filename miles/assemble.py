@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from miles.settings import Settings
 from miles.stage import Shared, Stage
 from miles.weights import Weights
 
-__all__ = ["build", "make_buffer", "make_placement"]
+__all__ = ["build", "make_buffer", "make_context", "make_eval_fleet", "make_placement"]
 
 
 _DRAIN_GRACE_S = 30.0  # a group that hangs ends by its own deadline first, then its worker's
@@ -39,31 +40,16 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     planned = plan.stages[index]
     specs, settings, registry = planned.specs, planned.settings, shared.registry
     stage = Stage(name=planned.name, settings=settings, shared=shared, first=first)
-    context = Context(
-        directory=shared.directory,
-        seed=settings.seed,
-        settings=settings,
-        plugins={"selection": registry.selection, "provenance": registry.provenance()},
-        rewards=registry.rewards(),
-        filters=registry.filters(),
-        tools=registry.tools(),
-        agents=registry.agents(),
-    )
-    for kind in ("model", "precision", "tito", "sandbox", "environment"):
-        context = replace(context, **{kind: _optional(registry, context, specs[kind])})
+    context = make_context(planned, registry, shared.directory)
     make = partial(_optional, registry, context)
     stage.tito = context.tito
     stage.environment_name = specs["environment"].name
     stage.selector = make(specs["selector"])
     stage.algorithm = make(specs["algorithm"])
-    environments = registry.environments(specs["evaluator"])
-    stage.eval_sets = tuple(environments)
-    around = replace(
-        context,
-        environments={name: registry.build(spec, context) for name, spec in environments.items()},
-    )
-    stage.evaluator = _optional(registry, around, specs["evaluator"])
-    stage.eval_fleet = make_eval_fleet(plan.stages[index:], shared.runtime, registry, context)
+    stage.evaluator = make(specs["evaluator"])
+    stage.eval_sets = tuple(context.environments)
+    if getattr(stage.evaluator, "place", "rollout") == "apart":
+        stage.eval_fleet = make_eval_fleet(plan.stages[index:], shared.runtime, registry, context)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
         tasks.create_task(_place_rollouts(stage, plan.stages[index:], context))
@@ -85,17 +71,34 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     return stage
 
 
+def make_context(planned: Any, registry: Any, directory: Path) -> Context:
+    """What the components of a stage are built from, with those that are plain data in it."""
+    specs, settings = planned.specs, planned.settings
+    context = Context(
+        directory=directory,
+        seed=settings.seed,
+        settings=settings,
+        plugins={"selection": registry.selection, "provenance": registry.provenance()},
+        rewards=registry.rewards(),
+        filters=registry.filters(),
+        tools=registry.tools(),
+        agents=registry.agents(),
+    )
+    for kind in ("model", "precision", "tito", "sandbox", "environment"):
+        context = replace(context, **{kind: _optional(registry, context, specs[kind])})
+    own = registry.environments(specs["evaluator"])
+    built = {name: registry.build(spec, context) for name, spec in own.items()}
+    return replace(context, environments=built)
+
+
 def make_eval_fleet(
     planned: Sequence[Any], runtime: Any, registry: Any, context: Context
 ) -> EvalFleet | None:
-    """The engines that only evaluate of the first of these stages, when its evaluator wants some
-    and one of the stages has an engine that samples; nothing is started."""
+    """Engines that only evaluate, for the evaluator of the first of these stages; None when no
+    stage has an engine that samples. Nothing is started."""
     own = planned[0].specs
-    spec = own["evaluator"]
     sampling = next((p for p in planned if _samples(registry, p.specs["engine"])), None)
-    if spec is None or sampling is None:
-        return None
-    if getattr(registry.component("evaluator", spec.name), "place", "rollout") != "apart":
+    if sampling is None:
         return None
     kinds = ("model", "precision", "tito", "sandbox", "environment")
     return EvalFleet(
@@ -103,10 +106,10 @@ def make_eval_fleet(
         engine=[sampling.specs[kind] for kind in ("model", "precision", "engine")],
         rollouts=[
             *(own[kind] for kind in kinds if own[kind] is not None),
-            *registry.environments(spec).values(),
+            *registry.environments(own["evaluator"]).values(),
         ],
         context=replace(context, settings=sampling.settings),
-        count=int(spec.config.get("workers", 1)),
+        count=int(own["evaluator"].config.get("workers", 1)),
     )
 
 

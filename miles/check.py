@@ -118,7 +118,7 @@ def _stage(
         )
         faults += _own_checks(planned, registry)
         warnings = _own_warnings(planned, registry)
-        for look in (_tasks, _vocabulary):
+        for look in (_tasks, _vocabulary, _apart):
             faults += _told(partial(look, planned, registry))
     faults += _told(partial(registry.hook.check, stage.resolved))
     return faults, warnings
@@ -250,6 +250,20 @@ def _own_checks(planned: Planned, registry: Registry) -> list[str]:
             found = _told(partial(look, config, planned))
             faults += [f"{spec.kind} {spec.name!r}: {fault}" for fault in found]
     return faults
+
+
+def _apart(planned: Planned, registry: Registry) -> list[str]:
+    """Whether an evaluator with engines of its own can have them."""
+    spec, engine = planned.specs["evaluator"], planned.specs["engine"]
+    if not isinstance(spec, Spec) or not isinstance(engine, Spec) or not planned.samples:
+        return []
+    place = getattr(registry.component("evaluator", spec.name), "place", "rollout")
+    if place != "apart" or hasattr(registry.component("engine", engine.name), "load_directory"):
+        return []
+    return [
+        f"evaluator {spec.name!r} loads engines of its own from snapshots, and engine "
+        f"{engine.name!r} cannot (it has no load_directory)"
+    ]
 
 
 def _own_warnings(planned: Planned, registry: Registry) -> list[str]:

@@ -139,6 +139,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         help="engine.url=URL model.path=DIR port=N workers=N, and KEY=VALUE as in a run",
     )
     simulating.words(_add(commands, "simulate", simulating.simulate, "a schedule in virtual time"))
+    scoring = _add(commands, "eval", _eval, "score a checkpoint with the evaluators of its run")
+    where = "a checkpoint, a run directory (its newest), or a Hugging Face directory"
+    scoring.add_argument("checkpoint", metavar="CHECKPOINT", help=where)
+    scoring.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE")
+    scoring.add_argument("--config-dir", action="append", default=[], metavar="DIR")
+    scoring.add_argument("--json", action="store_true", help="print the results for programs")
+    scoring.add_argument("--scores", metavar="FILE", help="write them to a file as well")
     report = _add(commands, "report", _report, "write report.html of a run directory")
     report.add_argument("run", metavar="RUN_DIR")
     _plugin_words(_add(commands, "plugins", None, "what is installed, and your own"))
@@ -246,6 +253,12 @@ def _report(args: argparse.Namespace) -> int:
 
     print(write(args.run))
     return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from miles.evaluate import eval_command
+
+    return eval_command(args)
 
 
 def _serve(args: argparse.Namespace) -> int:

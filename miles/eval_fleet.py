@@ -49,9 +49,9 @@ class EvalFleet:
         self.version = -1
         """What all engines serve; -1 before the first load."""
 
-    async def load(self, directory: Path, version: int) -> None:
-        """Have every engine serve `version` from `directory`, whose files are checked against its
-        manifest where they are read.
+    async def load(self, directory: Path, version: int, *, sealed: bool = True) -> None:
+        """Have every engine serve `version` from `directory`. When it is `sealed`, every file is
+        checked against its manifest where it is read; a bare model has none.
 
         Raises `WorkerError` when a worker cannot be started or dies, `CheckpointError` naming a
         missing or damaged file, and `WeightSyncError` when an engine then says another version.
@@ -67,7 +67,7 @@ class EvalFleet:
             raise WorkerError("the evaluation fleet was closed while it started")
         limit = self._context.settings.worker_timeout_s
         calls = (
-            handle.call("worker.load_snapshot", str(directory), version, timeout=limit)
+            handle.call("worker.load_snapshot", str(directory), version, sealed, timeout=limit)
             for handle in engines.handles
         )
         for handle, found in zip(engines.handles, await asyncio.gather(*calls), strict=True):

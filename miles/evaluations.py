@@ -40,7 +40,9 @@ class Ground(Protocol):
     measure: Any
     shared: Any
     eval_fleet: EvalFleet | None
-    timing: Callable[[str], AbstractContextManager[None]]
+
+    @property
+    def timing(self) -> Callable[[str], AbstractContextManager[None]]: ...
 
     async def score(self, version: int) -> Results:
         """On the engines that train."""
@@ -257,18 +259,25 @@ class Evaluations:
 
 
 async def score_directory(
-    evaluator: Any, version: int, directory: Path, *, fleet: EvalFleet | None
+    evaluator: Any,
+    version: int,
+    directory: Path,
+    *,
+    fleet: EvalFleet | None,
+    sealed: bool = True,
 ) -> Results:
-    """Score a checkpoint directory: on a fleet, unless the evaluator only wants the directory. May
-    raise whatever goes wrong."""
+    """Score a checkpoint directory: on a fleet, unless the evaluator only wants the directory.
+    `sealed` says that it has a manifest, against which it is checked first. May raise whatever goes
+    wrong."""
     limit = float(getattr(evaluator, "timeout_s", 600.0))
     if getattr(evaluator, "place", "rollout") == "directory":
-        await asyncio.to_thread(checkpoint.verify, directory)
+        if sealed:
+            await asyncio.to_thread(checkpoint.verify, directory)
         play = None
     elif fleet is None:
         return [Skipped(set="all", reason="no stage of this run samples tokens")]
     else:
-        await fleet.load(directory, version)
+        await fleet.load(directory, version, sealed=sealed)
         play = fleet.attempt
     watched = Watched(play, version, directory=directory)
     try:

@@ -28,7 +28,7 @@ from miles.schema import plain
 from miles.stage import Shared, Stage
 from miles.tracking import Tracking
 
-__all__ = ["execute", "expand_resume"]
+__all__ = ["execute", "expand_resume", "log_to"]
 
 log = logging.getLogger("miles.run")
 _HANDLERS = ("miles-driver-log", "miles-people")
@@ -85,13 +85,13 @@ def execute(plan: Any, registry: Any) -> int:
         directory = Directory.create(settings, stem=plan.stages[-1].name)
     try:
         directory.record(config, registry.provenance())
-        _log_to(directory.path / "logs" / "driver.log")
+        log_to(directory.path / "logs" / "driver.log")
         return asyncio.run(_Run(plan, registry, directory.path, config).main(chosen, state))
     finally:
         directory.close()
 
 
-def _log_to(path: Path) -> None:
+def log_to(path: Path) -> None:
     """What the driver, its components and hooks log: from INFO to the file, warnings to people."""
     path.parent.mkdir(exist_ok=True)
     root = logging.getLogger()

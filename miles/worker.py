@@ -80,18 +80,21 @@ class Worker:
         name = self._door.sockets[0].getsockname()
         return [name[0], name[1]]
 
-    async def load_snapshot(self, directory: str, version: int) -> int:
-        """Have the engine serve the weights of a snapshot, every file of it checked against its
-        manifest first; the version it then says. Raises `CheckpointError`, `WeightSyncError`."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, checkpoint.verify, Path(directory))
+    async def load_snapshot(self, directory: str, version: int, sealed: bool) -> int:
+        """Have the engine serve the weights of a checkpoint, every file checked against its
+        manifest first when it is `sealed` by one; the version it then says. Raises
+        `CheckpointError`, `WeightSyncError`."""
+        where = Path(directory)
+        if sealed:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, checkpoint.verify, where)
         engine = self.parts["engine"]
         if (load := getattr(engine, "load_directory", None)) is None:
             raise WeightSyncError(
                 f"{self.name}: engine {type(engine).__name__} cannot read a checkpoint (it has no "
                 "load_directory)"
             )
-        await load(version, Path(directory) / "model")
+        await load(version, where / "model" if sealed else where)
         return int(await engine.version())
 
     def _peer(self, token: str) -> Connection:

@@ -47,8 +47,10 @@ class External(Playing):
     `{version}` for its number, `{sets}` for a JSON file that says what to play (sets with tasks,
     seeds, samples, sampling), and `{scores}` for the JSON file to write:
     `{"version": N, "sets": {NAME: {"rewards": [[...], ...]}}}`, for each task in order the rewards
-    of its attempts, null for one that failed; `"metrics": {...}` adds numbers, and
-    `{NAME: {"skipped": "why"}}` stands for a set that could not be played. It runs without a shell;
+    of its attempts, null for one that failed; `"metrics": {...}` adds numbers. `score`, `samples`
+    and `metrics` stand for rewards that the command has counted itself, as `miles eval {checkpoint}
+    --scores {scores}` writes them, and `{NAME: {"skipped": "why"}}` for a set that it could not
+    play. It runs without a shell;
     what it prints is in `logs/evaluator.log`; it and its children are ended with the run.
     """
 
@@ -181,6 +183,22 @@ class External(Playing):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
+    def _taken(
+        self, plan: Plan, version: int, said: Mapping[str, Any], seconds: float
+    ) -> Score | Skipped:
+        """A score that the command has counted itself."""
+        attempts = said.get("samples")
+        if not isinstance(attempts, int) or attempts < 1:
+            why = f"the command's `samples` is {attempts!r}, not a number of attempts"
+            return Skipped(set=plan.name, reason=why)
+        return Score(
+            set=plan.name,
+            version=version,
+            score=float(said["score"]),
+            samples=attempts,
+            metrics={**_numbers(said.get("metrics")), "seconds": seconds},
+        )
+
     def _read(self, plan: Plan, version: int, said: Any, seconds: float) -> Score | Skipped:
         def skip(why: str) -> Skipped:
             return Skipped(set=plan.name, reason=why)
@@ -189,6 +207,8 @@ class External(Playing):
             return skip("the command's answer says nothing of this set")
         if "skipped" in said:
             return skip(f"the command: {said['skipped']}")
+        if _finite(said.get("score")) and "rewards" not in said:
+            return self._taken(plan, version, said, seconds)
         tasks, rewards = len(self.tasks(plan)), said.get("rewards")
         if not isinstance(rewards, list) or not all(isinstance(each, list) for each in rewards):
             return skip("the command's `rewards` is not a list of lists")
@@ -209,7 +229,7 @@ class External(Playing):
         scored = [each for each in good if each]
         metrics = {
             **summary(scored, plan, passing=self.config.passing, seed=self.seed),
-            **{str(k): float(v) for k, v in dict(said.get("metrics") or {}).items() if _finite(v)},
+            **_numbers(said.get("metrics")),
             "failures": float(failed),
             "seconds": seconds,
         }
@@ -243,6 +263,11 @@ def _split(command: str) -> list[str]:
             f"evaluator external: command: {command!r} has no {{scores}}, the file it writes"
         )
     return words
+
+
+def _numbers(said: Any) -> dict[str, float]:
+    found = said.items() if isinstance(said, Mapping) else ()
+    return {str(name): float(value) for name, value in found if _finite(value)}
 
 
 def _finite(value: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["bootstrap", "mean_interval", "pass_at_k", "wilson"]
+__all__ = ["bootstrap", "interval", "pass_at_k", "wilson"]
 
 _Z95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 _RESAMPLES = 2000
@@ -63,10 +63,9 @@ def bootstrap(
     return float(low), float(high)
 
 
-def mean_interval(per_task: Sequence[Sequence[float]], *, seed: int) -> tuple[float, float]:
-    """95 % interval of a mean reward: Wilson's where every task has one attempt worth 0 or 1,
-    otherwise by resampling tasks, since attempts at one task are not independent."""
-    flat = [reward for rewards in per_task for reward in rewards]
-    if all(len(rewards) == 1 for rewards in per_task) and set(flat) <= {0.0, 1.0}:
-        return wilson(int(sum(flat)), len(flat))
-    return bootstrap([float(np.mean(rewards)) for rewards in per_task], seed=seed)
+def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """95 % interval of a mean over tasks: Wilson's where each task gives 0 or 1, otherwise
+    `bootstrap`, which would have no width when all are alike."""
+    if set(values) <= {0.0, 1.0}:
+        return wilson(int(sum(values)), len(values))
+    return bootstrap(values, seed=seed)

@@ -32,7 +32,7 @@ from miles import (
     derive_seed,
     version_fault,
 )
-from miles_plugins.evaluator.intervals import bootstrap, mean_interval, pass_at_k
+from miles_plugins.evaluator.intervals import interval, pass_at_k
 
 __all__ = ["Keys", "Plan", "Playing", "Set", "judge", "plans"]
 
@@ -323,9 +323,9 @@ def summary(
     """Error and 95 % interval of the mean, and pass@k with its interval; `rewards` holds those of
     each task's attempts, at least one. Tasks with fewer than k attempts left count for no pass@k.
     """
-    low, high = mean_interval(rewards, seed=seed)
-    found = {"low": low, "high": high}
     means = np.array([np.mean(each) for each in rewards])  # (tasks,) float64
+    low, high = interval(means.tolist(), seed=seed)  # of tasks: attempts at one are not independent
+    found = {"low": low, "high": high}
     if len(means) > 1:
         found["stderr"] = float(means.std(ddof=1) / math.sqrt(len(means)))
     for k in plan.pass_k:
@@ -335,7 +335,7 @@ def summary(
             if len(each) >= k
         ]
         if chances:
-            low, high = bootstrap(chances, seed=seed)
+            low, high = interval(chances, seed=seed)
             found[f"pass_{k}"] = float(np.mean(chances))
             found |= {f"pass_{k}_low": low, f"pass_{k}_high": high}
     return found
