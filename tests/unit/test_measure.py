@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from miles import Batch, Drop, Group, Sample, Span, Task, Trajectory, Update, flatten
+from miles import Batch, Drop, Group, RunError, Sample, Span, Task, Trajectory, Update, flatten
 from miles.buffer import Buffer, Lease
 from miles.measure import Measure
+from miles.metrics import faults
 
 
 def sample(prompt: int, new: int, version: int) -> Sample:
@@ -89,3 +93,189 @@ def test_measure_step_counts_only_what_is_new() -> None:
         )  # fmt: skip
         assert got["groups/started"] == 1
         assert got["groups/dropped/length"] == 1
+
+
+def taken(buffer: Buffer, count: int) -> list[Group]:
+    return asyncio.run(buffer.take(count))
+
+
+def stepped(measure: Measure, buffer: Buffer, groups: list[Group], version: int) -> dict:
+    """The metrics of a step on these groups, which makes `version`."""
+    buffer.stepped(version, groups)
+    samples = [s for g in groups for s in g.samples]
+    got = measure.step(
+        step=version,
+        stage="s",
+        groups=groups,
+        batch=Batch(tokens=flatten(samples), terms=()),
+        update=Update(version=version),
+        buffer=buffer,
+    )
+    assert not faults(got)
+    return got
+
+
+def test_measure_tells_how_old_what_was_trained_and_what_waits_is() -> None:
+    measure = Measure()
+    buffer = Buffer(groups_per_step=2, samples_per_group=2, max_lag=3, version=5, capacity=9)
+    groups = [group(0, [0, 1], 3), group(1, [0, 1], 5), group(2, [0, 1], 4), group(3, [0, 1], 5)]
+    for one in groups:
+        buffer.start(Lease(id=one.id, task=one.task))
+    for one in groups:
+        buffer.finish(one, None)
+    time.sleep(0.02)
+    got = stepped(measure, buffer, taken(buffer, 2), 6)
+    assert (got["staleness/lag_0"], got["staleness/lag_2"]) == (1, 1)
+    assert "staleness/lag_1" not in got
+    assert (got["tokens/lag_0"], got["tokens/lag_2"]) == (5, 5)  # 2 + 3 of each group
+    assert got["tokens/trained"] == 10
+    assert (got["staleness/waiting_mean"], got["staleness/waiting_max"]) == (1.5, 2)
+    assert 0.02 <= got["buffer/age_mean_s"] <= got["buffer/age_max_s"] < 1
+    got = stepped(measure, buffer, taken(buffer, 2), 7)
+    assert (got["staleness/lag_1"], got["staleness/lag_2"]) == (1, 1)
+    assert (got["buffer/age_max_s"], got["staleness/waiting_max"]) == (0, 0)
+
+
+def test_measure_counts_tokens_by_the_version_of_each_span() -> None:
+    measure, buffer = (
+        Measure(),
+        Buffer(groups_per_step=1, samples_per_group=1, max_lag=2, version=4),
+    )
+    one = sample(3, 6, 4)
+    two = replace(one, spans=(Span(start=3, stop=5, version=3), Span(start=5, stop=9, version=4)))
+    mixed = Group(
+        id=0,
+        task=Task(id="0", prompt="x"),
+        trajectories=(Trajectory(id="g0.0", samples=(two,), reward=1.0),),
+    )
+    buffer.start(Lease(id=0, task=mixed.task))
+    buffer.finish(mixed, None)
+    got = stepped(measure, buffer, taken(buffer, 1), 5)
+    assert (got["tokens/lag_1"], got["tokens/lag_0"]) == (2, 4)
+    assert got["staleness/max"] == 1
+
+
+def test_measure_shows_that_short_rollouts_are_preferred() -> None:
+    measure, buffer = Measure(), Buffer(groups_per_step=1, samples_per_group=1)
+
+    def of(number: int, length: int, finish: str) -> Group:
+        own = replace(sample(3, length, 0), finish=finish)
+        trajectory = Trajectory(id=f"g{number}.0", samples=(own,), reward=1.0)
+        return Group(id=number, task=Task(id="0", prompt="x"), trajectories=(trajectory,))
+
+    short, long = of(0, 4, "stop"), of(1, 12, "length")
+    lost = Trajectory(id="g2.0", samples=(), failure=Drop(reason="timeout"))
+    for one in (short, long, replace(short, id=2, trajectories=(lost,))):
+        buffer.start(Lease(id=one.id, task=one.task))
+        measure.came_back(one)
+        drop = None if one is short else Drop(reason="late")
+        buffer.finish(one, drop)
+    got = stepped(measure, buffer, taken(buffer, 1), 1)
+    assert (got["length/trained"], got["length/returned"]) == (4, 8)
+    assert got["length/bias"] == pytest.approx(-0.5)
+    assert got["samples/truncated"] == 0.0
+    buffer.start(Lease(id=3, task=long.task))
+    buffer.finish(again := replace(long, id=3), None)
+    measure.came_back(again)
+    buffer.published(1)
+    buffer.max_lag = 1
+    got = stepped(measure, buffer, taken(buffer, 1), 2)
+    assert (got["length/trained"], got["samples/truncated"]) == (8, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_measure_accounts_add_up_at_every_step(seed: int) -> None:
+    """Whatever becomes of groups: what was started is trained, dropped, in flight or waiting."""
+    asyncio.run(_random_schedule(seed))
+
+
+async def _random_schedule(seed: int) -> None:
+    dice = random.Random(seed)
+    buffer = Buffer(
+        groups_per_step=2, samples_per_group=3, max_lag=1, capacity=6, max_retries=2, oversample=9
+    )
+    measure, totals, flying, version, number = Measure(), Counter(), [], 0, 0
+    for _ in range(30):
+        while len(buffer.waiting) < 2 or dice.random() < 0.4:
+            for _ in range(dice.randrange(3)):
+                buffer.start(Lease(id=number, task=Task(id=str(number), prompt="x")))
+                flying.append(group(number, [0.0, 1.0, 1.0], version))
+                number += 1
+            if flying:
+                back = flying.pop(dice.randrange(len(flying)))
+                reasons = (None, None, "zero_variance", "timeout")
+                reason = dice.choice(reasons)
+                buffer.finish(back, None if reason is None else Drop(reason=reason))
+        try:
+            groups = await asyncio.wait_for(buffer.take(2), 0.02)
+        except TimeoutError:
+            continue  # what was there grew too old
+        version += 1
+        got = stepped(measure, buffer, groups, version)
+        totals.update(
+            {
+                name: value
+                for name, value in got.items()
+                if name.split("/")[0] in ("groups", "samples") and name.count("/") > 0
+                and name.split("/")[1] in ("started", "trained", "dropped", "retried")
+            }
+        )  # fmt: skip
+        for kind in ("groups", "samples"):
+            ended = sum(v for k, v in totals.items() if k.startswith(f"{kind}/dropped/"))
+            under_way = got[f"{kind}/in_flight"] + got[f"{kind}/buffered"]
+            assert totals[f"{kind}/started"] == totals[f"{kind}/trained"] + ended + under_way
+        assert totals["samples/started"] == 3 * totals["groups/started"]
+        assert got["samples/running"] == 3 * got["groups/in_flight"]
+    assert totals["groups/dropped/stale"] and totals["groups/retried"], "nothing grew too old"
+
+
+def test_measure_refuses_accounts_that_do_not_add_up() -> None:
+    measure, buffer = Measure(), Buffer(groups_per_step=1, samples_per_group=1)
+    one = group(0, [1.0], 0)
+    buffer.start(Lease(id=0, task=one.task))
+    buffer.finish(one, None)
+    groups = taken(buffer, 1)
+    buffer.accounts.started += 1
+    said = r"step 1: the accounts of groups do not add up: Accounts\(started=2, trained=1"
+    with pytest.raises(RunError, match=said):
+        stepped(measure, buffer, groups, 1)
+
+
+def test_measure_refuses_a_group_older_than_max_lag() -> None:
+    measure, buffer = Measure(), Buffer(groups_per_step=1, samples_per_group=1, max_lag=1)
+    one = group(0, [1.0], 0)
+    buffer.start(Lease(id=0, task=one.task))
+    buffer.finish(one, None)
+    groups = taken(buffer, 1)
+    buffer.lags = [2]
+    said = "step 1: a trained group was 2 versions old; max_lag is 1"
+    with pytest.raises(RunError, match=said):
+        stepped(measure, buffer, groups, 1)
+
+
+def test_measure_counts_time_once_where_clocks_are_nested() -> None:
+    measure = Measure()
+    with measure.timing("publish"):
+        time.sleep(0.02)
+        with measure.timing("eval_wait"):
+            time.sleep(0.05)
+    assert 0.02 <= measure._seconds["publish"] < 0.05 <= measure._seconds["eval_wait"]
+
+
+def test_measure_counts_waiting_for_an_evaluation_apart() -> None:
+    async def main() -> list[Group]:
+        buffer.start(Lease(id=0, task=one.task))
+        buffer.hold()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, buffer.release)
+        loop.call_later(0.06, buffer.finish, one, None)
+        with measure.timing("wait"):
+            return await buffer.take(1)
+
+    measure, buffer = Measure(), Buffer(groups_per_step=1, samples_per_group=1)
+    one = group(0, [1.0], 0)
+    measure.evaluated(0)
+    measure.evaluated(3)
+    got = stepped(measure, buffer, asyncio.run(main()), 1)
+    assert got["time/eval_wait_s"] >= 0.04 and 0 <= got["time/wait_s"] < 0.04
+    assert got["eval/lag_steps"] == 3
