@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from miles.simulate.result import Result
     from miles.simulate.sweep import Case, Outcome
 
-__all__ = ["faults", "player", "simulate", "words"]
+__all__ = ["chosen", "faults", "player", "simulate", "words"]
 
 _EPILOG = """\
 examples:
@@ -51,7 +51,10 @@ def words(parser: Any) -> None:
         help="divide and multiply every number of the models by it, one after the other",
     )  # fmt: skip
     parser.add_argument(
-        "--fit", nargs="+", type=Path, metavar="RUN_DIR", help="fit the models to recorded runs"
+        "--fit", nargs="+", metavar="RUN_DIR", help="fit the models to recorded runs"
+    )
+    parser.add_argument(
+        "--predict", nargs="+", metavar="RUN_DIR", help="hold the fit against these"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="what was fitted, as YAML")
     parser.add_argument("--keys", action="store_true", help="print every key of `simulate`")
@@ -65,13 +68,14 @@ def simulate(args: Any) -> int:
     if args.fit:
         from miles.simulate.fit import fit_command
 
+        args.fit, args.predict = _runs(args, args.fit), _runs(args, args.predict or [])
         return fit_command(args)
     args.overrides, axes = _axes(args)
     plan = args.plan().verify()
     from miles.simulate.keys import read
     from miles.simulate.sweep import Case
 
-    stage = _chosen(plan.stages, args.stage)
+    stage = chosen(plan.stages, args.stage)
     base = Case(settings=stage.settings, keys=read(stage.settings.simulate))
     if not stage.settings.simulate:
         print("miles: note: no `simulate` keys are given, so every model is at its defaults; "
@@ -122,6 +126,13 @@ def player(
 _LONGEST_S = 10 * 365 * 86_400.0  # virtual: more is a simulation that gets nowhere
 
 
+def _runs(args: Any, words: Sequence[str]) -> list[Path]:
+    """Run directories among the words after `--fit`; overrides among them join the others."""
+    overrides = [w for w in words if "=" in w and not Path(w).expanduser().is_dir()]
+    args.overrides = [*args.overrides, *overrides]
+    return [Path(w).expanduser() for w in words if w not in overrides]
+
+
 def _axes(args: Any) -> tuple[list[str], dict[str, list[str]] | None]:
     """Overrides and axes: after `--sweep` come axes, and whatever is none is an override."""
     if args.sweep is None:
@@ -141,7 +152,8 @@ def _axes(args: Any) -> tuple[list[str], dict[str, list[str]] | None]:
     return overrides, axes
 
 
-def _chosen(stages: Sequence[Any], name: str | None) -> Any:
+def chosen(stages: Sequence[Any], name: str | None) -> Any:
+    """The stage of that name, or the last. Raises `ConfigError`."""
     if name is None:
         return stages[-1]
     found = next((stage for stage in stages if stage.name == name), None)

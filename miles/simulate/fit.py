@@ -1,0 +1,316 @@
+"""`miles simulate --fit`: models of runs that were recorded, and how far off they are.
+
+What a run's metrics say directly is taken from them; how fast engines are is searched, by
+simulating the same settings until waits and steps take as long. Only what is said to be fitted
+changes; the rest is as it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from miles import schema
+from miles.errors import ConfigError, RunError
+from miles.protocols import KINDS
+from miles.record import read
+from miles.settings import Settings
+from miles.simulate.keys import Keys
+from miles.simulate.result import Result
+from miles.simulate.sweep import Case
+
+__all__ = ["Fitted", "Recorded", "fit", "fit_command", "load", "minimize"]
+
+_STEPS = 40  # simulated while searching
+_EVALUATIONS = 90
+_WARM = 3  # first steps of a run, which import and compile, are left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One run: its settings, and medians of its steps."""
+
+    name: str
+    """Its directory's name."""
+    settings: Settings
+    """The loop's keys of its last stage."""
+    medians: Mapping[str, float]
+    """Median of every numeric metric over its steps, the first ones left out."""
+    steps: Sequence[Mapping[str, Any]]
+    """Those steps."""
+
+    def get(self, name: str) -> float:
+        """A median. Raises `ConfigError` when no step has the metric."""
+        if name not in self.medians:
+            raise ConfigError(f"--fit: the steps of {self.name} have no metric {name!r}")
+        return self.medians[name]
+
+
+def load(directory: Path) -> Recorded:
+    """Read a run. Raises `ConfigError` when there are too few steps, or no configuration."""
+    from omegaconf import OmegaConf
+
+    record = read(directory)
+    config: Any = OmegaConf.to_container(OmegaConf.create(record.config or "{}"))
+    stages = config.get("stages") or {}
+    stage = record.steps[-1].get("stage") if record.steps else None
+    steps = record.of(str(stage))[_WARM:] if stage else []
+    if len(steps) < 3 or stage not in stages:
+        raise ConfigError(
+            f"--fit: {directory} has {len(steps)} steps after the first {_WARM}, and "
+            f"{'a' if stage in stages else 'no'} configuration; 3 steps and one are needed"
+        )
+    values = {k: v for k, v in stages[stage].items() if k not in KINDS}
+    settings: Settings = schema.build(Settings, values, owner=str(directory))
+    names = {k for s in steps for k, v in s.items() if isinstance(v, int | float)}
+    medians = {n: median(float(s[n]) for s in steps if n in s) for n in names}
+    return Recorded(name=directory.name, settings=settings, medians=medians, steps=steps)
+
+
+def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
+    """The keys with what metrics say directly: lengths, turns, trainer, publish, bookkeeping."""
+    together = [s for r in runs for s in r.steps]
+    samples = [
+        (s["groups/trained"] * r.settings.samples_per_group, s) for r in runs for s in r.steps
+    ]
+    count = sum(n for n, _ in samples)
+    turns = max(1.0, sum(n * s.get("session/turns", 1.0) for n, s in samples) / count)
+    sampled = sum(s["tokens/sampled"] for s in together) / count
+    around = sum(n * s["length/mean"] for n, s in samples) / count - sampled
+    own = keys.environment
+    many = turns >= 1.05
+    prompt = own.prompt_tokens.mean if many else max(1.0, around)
+    later = max(0.0, around - prompt) / (turns - 1) if many else 0.0
+    environment = replace(
+        own,
+        turns=replace(own.turns, mean=turns),
+        turn_tokens=replace(own.turn_tokens, mean=max(1.0, sampled / turns)),
+        prompt_tokens=replace(own.prompt_tokens, mean=prompt),
+        observation_tokens=replace(own.observation_tokens, mean=later),
+    )
+    publish = replace(
+        keys.publish, fixed_s=median(r.get("time/publish_s") for r in runs), bytes=0.0
+    )
+    return replace(keys, environment=environment, publish=publish, trainer=_trainer(runs, keys))
+
+
+def _trainer(runs: Sequence[Recorded], keys: Keys) -> Any:
+    """Seconds of a step, and seconds of a token, by least squares; how much engines hold it up,
+    from the difference between synchronous and asynchronous runs."""
+    alone = [r for r in runs if r.settings.max_lag == 0] or list(runs)
+    points = [
+        (s["length/mean"] * s["groups/trained"] * r.settings.samples_per_group, s["time/train_s"])
+        for r in alone
+        for s in r.steps
+    ]
+    fixed, each = line(points)
+    share = 1.0
+    beside = [r for r in runs if r.settings.max_lag > 0]
+    if beside and len(alone) < len(runs):
+        slower = median(r.get("time/train_s") for r in beside)
+        share = min(1.0, max(0.05, median(r.get("time/train_s") for r in alone) / slower))
+    return replace(
+        keys.trainer,
+        gpus=1,
+        least_gpus=1,
+        step_s=fixed,
+        sample_s=0.0,
+        tokens_per_gpu_s=1 / max(each, 1e-12),
+        prepare_s=0.0,
+        finish_s=median(r.get("time/overhead_s") for r in runs),
+        engine_share=share,
+    )
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(offset, slope) of least squares, neither below 0."""
+    n = len(points)
+    x, y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
+    square = sum((p[0] - x) ** 2 for p in points)
+    slope = sum((a - x) * (b - y) for a, b in points) / square if square else 0.0
+    slope = min(max(0.0, slope), y / x if x else 0.0)
+    return max(0.0, y - slope * x), slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Models of some runs."""
+
+    keys: Keys
+    """The models."""
+    evaluations: int
+    """Sets of values that were tried."""
+
+
+Play = Callable[[Case], Result]
+
+
+def fit(runs: Sequence[Recorded], keys: Keys, play: Play) -> Fitted:
+    """Fit the models: what metrics say directly, then how long a forward takes, whatever is in it
+    and for each request, and (with runs of both kinds) how much the trainer slows engines down."""
+    base = direct(runs, keys)
+    both = len({r.settings.max_lag > 0 for r in runs}) == 2
+    guess = [_forward(runs, base), 0.1, 0.8][: 3 if both else 2]
+
+    def made(point: Sequence[float]) -> Keys:
+        forward, each = math.exp(point[0]), math.exp(point[0]) * math.exp(point[1])
+        share = 1 / (1 + math.exp(-point[2])) if both else base.engine.trainer_share
+        engine = replace(
+            base.engine, forward_s=forward, weights_s=0.0, context_s=0.0, sequence_s=each / 10,
+            trainer_share=max(0.02, share),
+        )  # fmt: skip
+        return replace(base, engine=engine)
+
+    def cost(point: Sequence[float]) -> float:
+        total = 0.0
+        for run in runs:
+            step, wait = predicted(run, made(point), play)
+            total += math.log(step / run.get("time/step_s")) ** 2
+            whole = run.get("time/step_s")
+            total += ((wait - run.get("time/wait_s")) / whole) ** 2
+        return total
+
+    start = [math.log(guess[0]), math.log(guess[1]), *(math.log(g / (1 - g)) for g in guess[2:])]
+    best, tried = minimize(cost, start, evaluations=_EVALUATIONS)
+    return Fitted(keys=made(best), evaluations=tried)
+
+
+def _forward(runs: Sequence[Recorded], keys: Keys) -> float:
+    """A first guess: as if the requests of a step were decoded one after the other in a batch of
+    all."""
+    run = runs[0]
+    rate = max(1.0, run.get("engine/tokens_per_s"))
+    return min(run.settings.concurrency, 64) / rate / 2
+
+
+def predicted(run: Recorded, keys: Keys, play: Play) -> tuple[float, float]:
+    """Median step and wait of the same settings under these models; very long when they cannot be
+    simulated."""
+    settings = replace(run.settings, steps=_STEPS, eval_every=0, starved_after_s=1e9)
+    try:
+        result = play(Case(settings=settings, keys=keys))
+    except RunError:
+        return 1e9, 1e9
+    return result.median_s, median(s.wait_s for s in result.steady)
+
+
+def minimize(
+    cost: Callable[[Sequence[float]], float], start: Sequence[float], *, evaluations: int
+) -> tuple[list[float], int]:
+    """The best point that Nelder and Mead's simplex finds, and how many it tried."""
+    points = [(cost(start), list(start))]
+    for axis in range(len(start)):
+        moved = [v + (0.7 if i == axis else 0.0) for i, v in enumerate(start)]
+        points.append((cost(moved), moved))
+    tried = len(points)
+    while tried < evaluations and _width(points) > 0.01:
+        points.sort(key=lambda p: p[0])
+        worst, middle = points[-1], _centre([p for _, p in points[:-1]])
+
+        def along(by: float, middle: Any = middle, worst: Any = worst) -> tuple[float, list[float]]:
+            at = [m + by * (w - m) for m, w in zip(middle, worst[1], strict=True)]
+            return cost(at), at
+
+        tried += 1
+        reflected = along(-1.0)
+        if reflected[0] < points[0][0]:
+            tried += 1
+            points[-1] = min(along(-2.0), reflected)
+        elif reflected[0] < points[-2][0]:
+            points[-1] = reflected
+        else:
+            tried += 1
+            inside = along(0.5)
+            if inside[0] < worst[0]:
+                points[-1] = inside
+            else:
+                best = points[0][1]
+                halves = [
+                    [(a + b) / 2 for a, b in zip(best, p, strict=True)] for _, p in points[1:]
+                ]
+                points[1:] = [(cost(p), p) for p in halves]
+                tried += len(halves)
+    return min(points)[1], tried
+
+
+def _width(points: Sequence[tuple[float, Sequence[float]]]) -> float:
+    best = points[0][1]
+    return max(abs(a - b) for _, p in points for a, b in zip(best, p, strict=True))
+
+
+def _centre(points: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(points) for values in zip(*points, strict=True)]
+
+
+def fit_command(args: Any) -> int:
+    """Fit, tell the error of every run that was fitted and of every run to predict, and write the
+    keys. Raises `ConfigError`."""
+    from miles.simulate.command import chosen, player
+    from miles.simulate.keys import read as read_keys
+
+    plan = args.plan().verify()
+    stage = chosen(plan.stages, args.stage)
+    play = player(replace_evaluator(stage), plan.registry)
+    runs = [load(path) for path in args.fit]
+    others = [load(path) for path in args.predict]
+    found = fit(runs, read_keys(stage.settings.simulate), play)
+    print(f"fitted to {len(runs)} runs in {found.evaluations} evaluations")
+    for name, value in changed(found.keys):
+        print(f"  {name:<44}{value:.6g}")
+    print(f"{'':<32}{'measured':>12}{'simulated':>12}{'error':>9}   (median step)")
+    worst = 0.0
+    for run in (*runs, *others):
+        step, _ = predicted(run, found.keys, play)
+        measured = run.get("time/step_s")
+        error = step / measured - 1
+        kind = "fitted" if run in runs else "predicted"
+        worst = max(worst, abs(error)) if run in others else worst
+        print(f"{run.name:<22}{kind:<10}{measured:>10.3f} s{step:>10.3f} s{error:>+9.1%}")
+    if others:
+        print(f"largest error of a prediction: {worst:.1%}")
+    if args.write:
+        _write(args.write, found.keys)
+        print(f"written: {args.write}")
+    return 0
+
+
+def replace_evaluator(stage: Any) -> Any:
+    """The stage without an evaluator: runs are compared by their ordinary steps."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        name=stage.name, settings=stage.settings, specs={**stage.specs, "evaluator": None}
+    )
+
+
+def changed(keys: Keys) -> list[tuple[str, float]]:
+    """What was fitted, by dotted key."""
+    engine, trainer, own = keys.engine, keys.trainer, keys.environment
+    return [
+        ("engine.forward_s", engine.forward_s),
+        ("engine.sequence_s", engine.sequence_s),
+        ("engine.trainer_share", engine.trainer_share),
+        ("trainer.step_s", trainer.step_s),
+        ("trainer.tokens_per_gpu_s", trainer.tokens_per_gpu_s),
+        ("trainer.finish_s", trainer.finish_s),
+        ("trainer.engine_share", trainer.engine_share),
+        ("publish.fixed_s", keys.publish.fixed_s),
+        ("environment.turns.mean", own.turns.mean),
+        ("environment.turn_tokens.mean", own.turn_tokens.mean),
+        ("environment.prompt_tokens.mean", own.prompt_tokens.mean),
+        ("environment.observation_tokens.mean", own.observation_tokens.mean),
+    ]
+
+
+def _write(path: Path, keys: Keys) -> None:
+    import yaml
+
+    text = yaml.safe_dump({"simulate": asdict(keys)}, sort_keys=False)
+    try:
+        path.write_text(f"# Written by `miles simulate --fit`.\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write: {path}: {error.strerror}") from error
