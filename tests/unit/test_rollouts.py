@@ -82,6 +82,24 @@ def test_rollouts_play_groups_release_their_keys_and_count(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_rollouts_play_an_evaluation_set_in_its_own_environment(tmp_path: Path) -> None:
+    async def main() -> None:
+        async def end(tools: Any) -> Trajectory:
+            raise EpisodeError("its own")
+
+        here = await made(tmp_path, Talking())
+        here.environments["hard"] = Playing(end)
+        sampling = Sampling(max_new_tokens=2, temperature=0.0)
+        plain = await here.group(-1, TASK, 1, sampling, "plain")
+        assert plain.failure is None and len(plain.trajectories) == 1
+        hard = await here.group(-1, TASK, 2, sampling, "hard")
+        assert [t.failure.detail for t in hard.trajectories if t.failure] == ["its own"] * 2
+        assert isinstance(here.environment, Talking)
+        await here.end()
+
+    asyncio.run(main())
+
+
 def test_rollouts_say_when_each_attempt_has_ended(tmp_path: Path) -> None:
     async def main() -> None:
         here = await made(tmp_path, Talking())

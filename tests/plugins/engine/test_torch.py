@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from miles import ConfigError, EngineError, Settings, Span, WeightSyncError
 from miles.session.partial import Partial
@@ -220,6 +221,35 @@ def test_refused_weights_leave_the_old_ones(tiny, request_for, assert_equal):
             await engine.load(1, [w for w in tiny.weights() if w[0] != "model.norm.weight"])
         assert await engine.version() == 0
         assert_equal(before, await engine.generate(request_for(0)))
+
+    _run(play)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_of_a_directory_are_those_of_a_publish(
+    make_tiny, request_for, assert_equal, tmp_path, precision
+):
+    """An evaluation fleet must sample what the rollout engines would."""
+    from safetensors.torch import save_file
+
+    async def play():
+        tiny = make_tiny("qwen3", precision)
+        folder = tmp_path / "model"
+        folder.mkdir()
+        with pytest.raises(WeightSyncError, match="holds no safetensors files"):
+            await tiny.engine().load_directory(3, folder)
+        masters = {name: tensor.contiguous() for name, tensor in tiny.weights()}
+        save_file(masters, folder / "model.safetensors")
+        export = getattr(torch, precision.replace("fp", "float").replace("bf", "bfloat"))
+        published, read = tiny.engine(), tiny.engine()
+        await published.load(3, [(name, t.to(export)) for name, t in masters.items()])
+        await read.load_directory(3, folder)
+        assert await read.version() == 3
+        assert_equal(await published.generate(request_for(0)), await read.generate(request_for(0)))
+        (folder / "model.safetensors").write_bytes(b"no")
+        with pytest.raises(WeightSyncError, match=r"cannot read .*model\.safetensors"):
+            await read.load_directory(4, folder)
+        assert await read.version() == 3
 
     _run(play)
 

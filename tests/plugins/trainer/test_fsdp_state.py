@@ -49,6 +49,18 @@ def test_resume_is_exact_to_the_bit(make_trainer, make_batch, tokens, tmp_path, 
     assert (a == b).all()
 
 
+def test_saving_weights_only_writes_the_same_model_and_nothing_else(
+    make_trainer, make_batch, tmp_path
+):
+    trainer = make_trainer()
+    trainer.step(make_batch())
+    trainer.save(tmp_path / "whole")
+    trainer.save(tmp_path / "weights", weights_only=True)
+    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["model"]
+    for file in (tmp_path / "whole" / "model").iterdir():
+        assert (tmp_path / "weights" / "model" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_weights_only_takes_model_and_version_and_begins_a_stage(
     make_trainer, make_batch, tokens, tmp_path
 ):
