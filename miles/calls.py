@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from miles.errors import WorkerError
@@ -205,10 +206,23 @@ class Answerer:
                 result = await method(*args, **kwargs)
             else:
                 loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._executor, lambda: method(*args, **kwargs))
+                work = partial(_called, method, args, kwargs)
+                result = await loop.run_in_executor(self._executor, work)
             send(["ok", number, result])
-        except Exception as error:  # noqa: BLE001 - the boundary: raised again at the other end
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the boundary: raised again at the other end
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the other end gave the call up; otherwise, something inside was cancelled
             send(["error", number, error_to_wire(error)])
+
+
+def _called(method: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except StopIteration as error:  # no future takes one: whoever waits would wait for ever
+        raise RuntimeError("StopIteration, of an iterator that is used up") from error
 
 
 class Peer:

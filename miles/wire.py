@@ -149,9 +149,20 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def error_to_wire(error: BaseException) -> list[Any]:
-    """An exception as plain values: class name, message, notes, traceback text."""
+    """An exception as plain values: class name, message, notes, traceback text; whatever it is, it
+    can be sent."""
+    try:
+        message = str(error)
+    except Exception as fault:  # noqa: BLE001 - its own code failed to put it into words
+        message = f"(no message: its __str__ raised {type(fault).__name__})"
+    notes = [_sendable(str(note)) for note in getattr(error, "__notes__", ())]
     text = "".join(traceback.format_exception(error))
-    return [type(error).__name__, str(error), list(getattr(error, "__notes__", ())), text]
+    return [type(error).__name__, _sendable(message), notes, _sendable(text)]
+
+
+def _sendable(text: str) -> str:
+    """With lone surrogates, which UTF-8 has no bytes for, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_from_wire(plain: list[Any], where: str) -> errors.MilesError:

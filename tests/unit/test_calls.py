@@ -42,6 +42,34 @@ class Part:
         yield 1
         raise ConfigError("half way")
 
+    async def not_to_be_worded(self) -> None:
+        class Odd(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no words")
+
+        raise Odd
+
+    async def no_bytes(self) -> None:
+        raise ValueError("x \ud800 y")
+
+    async def nothing_to_send(self) -> str:
+        return "\ud800"
+
+    async def inner_cancelled(self) -> None:
+        inner = asyncio.ensure_future(asyncio.sleep(60))
+        inner.cancel()
+        await inner
+
+    async def base(self) -> None:
+        raise BaseExceptionGroup("two", [KeyError(1), asyncio.CancelledError()])
+
+    def used_up(self) -> None:
+        next(iter(()))
+
+    async def items_cancelled(self) -> AsyncIterator[int]:
+        yield 1
+        raise asyncio.CancelledError
+
 
 def run(body: Callable[[Caller, Part, Answerer], Awaitable[None]]) -> None:
     async def main() -> None:
@@ -194,3 +222,31 @@ def test_calls_nobody_listening_is_named() -> None:
         address = free.getsockname()
     with pytest.raises(WorkerError, match=r"engine: the worker at .* cannot be reached"):
         asyncio.run(Peer.dial("engine", address, "x", 5))
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("not_to_be_worded", "Odd: .*__str__ raised RuntimeError"),
+        ("no_bytes", r"ValueError: x \\ud800 y"),
+        ("nothing_to_send", "surrogates not allowed"),
+        ("inner_cancelled", "CancelledError"),
+        ("base", "two"),
+        ("used_up", "StopIteration, of an iterator that is used up"),
+    ],
+)
+def test_calls_answer_whatever_a_method_raises(method: str, words: str) -> None:
+    async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
+        with pytest.raises(WorkerError, match=words):
+            await caller.call(method, [], {}, 5)
+
+    run(body)
+
+
+def test_calls_end_a_stream_whose_method_raises_a_cancellation_of_its_own() -> None:
+    async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
+        with pytest.raises(WorkerError, match="CancelledError"):
+            async with asyncio.timeout(5):
+                assert [item async for item in caller.stream("items_cancelled", [])] == [1]
+
+    run(body)
