@@ -200,8 +200,9 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         await stage.shared.runtime.end(handle)
         stage.shared.handles.pop(handle.name, None)
         new = await connect(await _worker(stage.shared, handle.name, parts, context, 1))
-        version = stage.buffer.published_version
-        await new.call("rollouts.published", version, timeout=stage.settings.worker_timeout_s)
+        version, limit = stage.buffer.published_version, stage.settings.worker_timeout_s
+        what = "published" if stage.samples else "replaying"  # of its own engine
+        await new.call(f"rollouts.{what}", version, timeout=limit)
         return new
 
     stage.pool = Pool(

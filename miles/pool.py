@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import Lease
-from miles.errors import WorkerError
+from miles.errors import EpisodeTimeout, WorkerError
 from miles.protocols import Handle
 from miles.router.accounts import summarize
 from miles.types import Drop, Group, Sampling, Trajectory
@@ -26,7 +26,7 @@ SESSION_COUNTS = (
 )  # fmt: skip
 """Counters of sessions that are logged, as `session/<name>`."""
 
-_GRACE_S = 10.0  # beyond a group's own deadline, which its worker keeps if nothing blocks it
+_GRACE_S = 20.0  # beyond a group's own deadline, for agents to be stopped and boxes to be closed
 _PROBE_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Pool:
 
     A worker that dies, or that does not bring a group back by its deadline because something blocks
     it, is killed with its children and started again; the groups it was playing end as
-    `worker_lost`. After `max_restarts` the `WorkerError` goes to the run.
+    `worker_lost`. One that is late although its worker answers is given up alone, as `timeout`.
+    After `max_restarts` the error goes to the run.
     """
 
     def __init__(
@@ -81,22 +82,16 @@ class Pool:
         worker = min(self._workers, key=lambda w: w.playing)
         handle = worker.handle
         worker.playing += 1
+        deadline = asyncio.timeout(self._deadline_s)
         try:
-            if returned is None:
-                group: Group = await handle.call(
-                    "rollouts.group",
-                    lease.id,
-                    lease.task,
-                    samples,
-                    sampling,
-                    of,
-                    timeout=self._deadline_s,
-                )
+            async with deadline:
+                if returned is not None:
+                    return await self._each(handle, lease, returned)
+                how = (samples, sampling, of)
+                group: Group = await handle.call("rollouts.group", lease.id, lease.task, *how)
                 return group
-            async with asyncio.timeout(self._deadline_s):
-                return await self._each(handle, lease, returned)
         except (WorkerError, TimeoutError) as error:
-            return await self._lost(worker, handle, lease, error)
+            return await self._lost(worker, handle, lease, error, late=deadline.expired())
         finally:
             worker.playing -= 1
 
@@ -108,15 +103,22 @@ class Pool:
             returned()
         raise WorkerError(f"{handle.name}: group {lease.id} ended without a result")
 
-    async def _lost(self, worker: _Worker, handle: Handle, lease: Lease, error: Exception) -> Group:
-        """The group of a worker that is gone or stuck; what it raised, if it is neither."""
+    async def _lost(
+        self, worker: _Worker, handle: Handle, lease: Lease, error: Exception, *, late: bool
+    ) -> Group:
+        """The group of a worker that is gone or stuck, or that is `late` with it all the same; what
+        the worker raised, if it is neither."""
+        reason = "worker_lost"
         async with worker.lock:
             if worker.handle is handle:  # the first to notice
-                if await _answers(handle):
+                if not await _answers(handle):
+                    await self._replace(worker, error)
+                elif late:  # the environment does not stop when it is told to
+                    reason = EpisodeTimeout.reason
+                else:
                     raise error
-                await self._replace(worker, error)
         what = str(error) or f"not back {self._deadline_s:g} s after its start"
-        failure = Drop(reason="worker_lost", detail=what)
+        failure = Drop(reason=reason, detail=what)
         lost = Trajectory(id=f"g{lease.id}", samples=(), failure=failure)
         return Group(id=lease.id, task=lease.task, trajectories=(lost,))
 
@@ -158,10 +160,21 @@ class Pool:
         return metrics
 
     async def _all(self, target: str, *args: Any) -> list[Any]:
-        calls = [
-            w.handle.call(target, *args, timeout=self._worker_timeout_s) for w in self._workers
-        ]
-        return list(await asyncio.gather(*calls))
+        return list(await asyncio.gather(*(self._ask(w, target, *args) for w in self._workers)))
+
+    async def _ask(self, worker: _Worker, target: str, *args: Any) -> Any:
+        """A worker's answer; of a new one, when it died or hangs: nobody else may have noticed
+        while it played nothing."""
+        while True:
+            handle = worker.handle
+            try:
+                return await handle.call(target, *args, timeout=self._worker_timeout_s)
+            except WorkerError as error:
+                async with worker.lock:
+                    if worker.handle is handle:
+                        if await _answers(handle):
+                            raise
+                        await self._replace(worker, error)
 
 
 async def _answers(handle: Handle) -> bool:

@@ -83,6 +83,23 @@ def test_run_goes_on_after_a_worker(tmp_path: Path, worker: str, number: int) ->
     assert not [pid for pid in before.values() if Path(f"/proc/{pid}").exists()]
 
 
+def test_supervised_stage_goes_on_after_its_rollout_worker(tmp_path: Path) -> None:
+    """Which holds the engine that replays, and has to be told the version again."""
+    command = [sys.executable, "-m", "miles", "run", *OVERRIDES, f"run.dir={tmp_path}"]
+    command += ["stages.sft.steps=60", "stages.grpo.steps=1", "starved_after_s=20"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for_step(tmp_path, 8, run)
+        os.kill(workers(run.pid)["rollout"], signal.SIGKILL)
+        output, _ = run.communicate(timeout=200)
+    finally:
+        run.kill()
+    assert run.returncode == 0, output
+    assert "rollout is started again" in output
+    steps = [x["step"] for x in lines(tmp_path) if x["moment"] == "step_finished"]
+    assert steps == list(range(1, 62))
+
+
 def test_run_whose_engine_keeps_dying_ends_with_one_error_and_a_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "miles", "run", *OVERRIDES, f"run.dir={tmp_path}"]
     command.append("max_restarts=0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -34,10 +35,15 @@ class Rollouts:
             raise WorkerError("rollouts.group did not answer within 1 s")
         if self.how == "bug":
             raise ConfigError("a bug of the environment")
+        if self.how == "late":
+            await asyncio.sleep(60)
         if self.how == "engine":
             raise WorkerError("engine: ended")
         await asyncio.sleep(0.01)
         return Group(id=group, task=task, trajectories=())
+
+    async def returning(self, group: int, task: Task) -> AsyncIterator[Group | None]:
+        yield await self.group(group, task, None, None)
 
     async def published(self, version: int) -> None:
         self.version = version
@@ -102,6 +108,39 @@ def test_pool_raises_what_a_living_worker_raised(how: str, error: type[Exception
     with pytest.raises(error):
         asyncio.run(made.group(lease(0)))
     assert not began
+
+
+@pytest.mark.parametrize("returned", [None, lambda: None])
+def test_pool_gives_up_one_late_group_of_a_worker_that_answers(
+    monkeypatch: pytest.MonkeyPatch, returned: Callable[[], None] | None
+) -> None:
+    """Such as an environment that takes long to close: neither the run nor the worker ends."""
+    monkeypatch.setattr("miles.pool._GRACE_S", -0.95)
+    made, began = pool(Rollouts("late"))
+    group = asyncio.run(made.group(lease(3), returned=returned))
+    assert group.failure is not None and group.failure.reason == "timeout"
+    assert group.failure.detail == "not back 0.05 s after its start" and not began
+
+
+@pytest.mark.parametrize("restarts", [2, 0])
+def test_pool_starts_a_worker_again_that_died_while_it_played_nothing(restarts: int) -> None:
+    made, began = pool(Rollouts(), Rollouts(), restarts=restarts)
+
+    async def main() -> None:
+        await made.group(lease(0))
+        await made.metrics()
+        handles = [worker.handle for worker in made._workers]
+        handles[1].dead = True  # type: ignore[attr-defined]
+        await made.published(4)
+        assert await made.metrics()
+
+    if not restarts:
+        with pytest.raises(WorkerError, match="is dead"):
+            asyncio.run(main())
+        return
+    asyncio.run(main())
+    (new,) = began
+    assert new.name == "rollout-1" and new.ranks[0]["rollouts"].version == 4
 
 
 def test_pool_gives_up_after_max_restarts() -> None:
