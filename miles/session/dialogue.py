@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from miles.errors import EngineError
+from miles.errors import EngineError, WorkerError
 from miles.protocols import Engine, Tito, Tool
 from miles.seeds import derive_seed
 from miles.session.tree import Session
@@ -115,7 +115,7 @@ async def _stop(session: Session, engine: Engine) -> None:
     try:
         async with asyncio.timeout(_ABORT_S):
             await engine.abort([session.id])
-    except (EngineError, TimeoutError):
+    except (EngineError, WorkerError, TimeoutError):
         return  # it is gone, or too busy to hear: the request is given up all the same
 
 

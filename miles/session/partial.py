@@ -7,6 +7,7 @@ Used where publishing aborts what is running (`pause=abort`) and nothing sampled
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +49,12 @@ class Partial:
         done: Completion | None = None
         for _ in range(_MOST_CUTS):
             part: Completion | None = None
-            async for item in self._engine.stream(_rest(request, done)):
-                if isinstance(item, Completion):
-                    part = item
-                else:
-                    yield item
+            async with aclosing(self._engine.stream(_rest(request, done))) as items:
+                async for item in items:
+                    if isinstance(item, Completion):
+                        part = item
+                    else:
+                        yield item
             if part is None:
                 break
             done = part if done is None else joined(done, part)

@@ -6,7 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from miles import EngineError, GenerationAborted, PromptTooLong, Sampling, SessionConflict
+from miles import (
+    EngineError,
+    GenerationAborted,
+    PromptTooLong,
+    Sampling,
+    SessionConflict,
+    WorkerError,
+)
 from miles import derive_seed as derived
 from miles.session import turn
 from miles.session.dialogue import with_stop_ids
@@ -134,6 +141,27 @@ def test_cancelled_turn_stops_the_engine_before_anybody_can_ask_again():
         talk.abandon(talk.prompt([user("again")], append=True))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [EngineError("gone"), WorkerError("engine: ended")])
+def test_cancelled_turn_stays_cancelled_when_the_engine_cannot_be_told(error):
+    talk = session(id="k")
+
+    async def run():
+        engine = Engine(completion("x"), gate=asyncio.Event())
+
+        async def abort(keys=None):
+            raise error
+
+        engine.abort = abort
+        task = asyncio.create_task(ask(talk, engine))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert talk.pending == 0
 
 
 def test_cancelled_turn_of_a_branching_session_leaves_the_others_alone():
