@@ -31,7 +31,7 @@ from miles.session.server.answering import APIS, Answering, Api
 from miles.session.server.asked import ClientSampling
 from miles.session.server.chat import error_body
 from miles.session.server.openapi import document
-from miles.session.server.refusals import Refusal, json_reply, refusal, refused
+from miles.session.server.refusals import MAX_BODY, Refusal, json_reply, refusal, refused
 from miles.session.server.samples import SAFETENSORS, as_json, as_safetensors
 from miles.session.store import Sessions
 from miles.session.tree import Session
@@ -40,7 +40,6 @@ from miles.types import Sampling
 __all__ = ["make_app", "open_session"]
 
 _log = logging.getLogger(__name__)
-_MAX_BODY = 64 * 1024 * 1024
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _EXPIRE_EVERY_S = 15.0
@@ -101,7 +100,7 @@ def make_app(
         routes=routes,
         lifespan=server.lifespan,
         exception_handlers={HTTPException: _http_error, MilesError: _error, Exception: _bug},
-        max_body_size=_MAX_BODY,
+        max_body_size=MAX_BODY,
     )
 
 

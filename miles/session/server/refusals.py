@@ -22,7 +22,10 @@ from miles.errors import (
     TokenMismatch,
 )
 
-__all__ = ["Body", "Refusal", "json_reply", "refusal", "refused"]
+__all__ = ["MAX_BODY", "Body", "Refusal", "json_reply", "refusal", "refused"]
+
+MAX_BODY = 64 * 1024 * 1024
+"""Bytes of a request; a longer one is a 413."""
 
 _KINDS = {
     400: "invalid_request_error",

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from miles.session.server.chat import error_body
-from miles.session.server.refusals import Refusal, json_reply, refused
+from miles.session.server.refusals import MAX_BODY, Refusal, json_reply, refused
 
 __all__ = ["make_front", "place"]
 
@@ -50,7 +50,7 @@ def make_front(addresses: Callable[[], Sequence[str]]) -> Starlette:
         Route("/sessions/{id}/{path:path}", front.session, methods=_METHODS),
         Route("/{path:path}", front.elsewhere, methods=_METHODS),
     ]
-    return Starlette(routes=routes, lifespan=front.lifespan)
+    return Starlette(routes=routes, lifespan=front.lifespan, max_body_size=MAX_BODY)
 
 
 class _Front:
