@@ -87,9 +87,14 @@ class Rollouts:
             for name, host, port, token in engines
         ]
         if self._peers:
-            limit = self.settings.worker_timeout_s
+            settings = self.settings
+            limit = settings.worker_timeout_s
             router = Router(
                 {p.name: RemoteEngine(p, timeout_s=limit) for p in self._peers},
+                # who asks has a deadline; a completion that keeps it is not the engine's fault
+                request_timeout_s=max(
+                    settings.episode_timeout_s, settings.session.upstream_timeout_s
+                ),
                 check_every_s=1.0,
                 readmission_timeout_s=_RESTART_S,
             )

@@ -51,13 +51,15 @@ class SessionKeys:
     max_turns: int = 1024
     """Turns one session may hold, branches included."""
     upstream_timeout_s: float = 600.0
-    """Seconds one generation may take."""
+    """Seconds one generation of an agent outside the loop may take; an episode has the deadline of
+    its group."""
     host: str = "127.0.0.1"
     """Address the session server listens on."""
     port: int = 0
     """Its port; 0 takes a free one."""
     journal: bool = True
-    """Keep an append-only journal, from which a restarted server continues."""
+    """Keep an append-only journal, from which a restarted `miles sessions serve` continues; in a
+    run, sessions end with their rollout worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
