@@ -122,6 +122,22 @@ def test_attempts_wait_for_a_session_and_say_so_when_none_is_free(build, served)
     asyncio.run(run())
 
 
+def test_server_that_prints_more_than_a_pipe_holds_still_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", PACKAGES)
+    server = LocalServer("talks", tmp_path / "log")
+    url = server.url()
+
+    async def ask():
+        limit = aiohttp.ClientTimeout(total=20)
+        async with aiohttp.ClientSession(headers=server.headers, timeout=limit) as client:
+            for _ in range(3):
+                async with client.get(url) as got:
+                    assert got.status == 200
+
+    asyncio.run(ask())
+    assert (tmp_path / "log").read_text().startswith("loading")
+
+
 def test_server_answers_its_token_alone_and_ends_with_its_owner(tmp_path):
     code = (
         "import sys, time; from pathlib import Path\n"

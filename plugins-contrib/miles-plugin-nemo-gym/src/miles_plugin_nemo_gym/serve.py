@@ -81,6 +81,8 @@ def main() -> None:
     """Serve until the standard input ends."""
     import uvicorn
 
+    to_parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # into the log: nobody reads what the environment prints, and pipes fill up
     name, options = sys.argv[1], json.loads(sys.argv[2])
     token = sys.stdin.readline().strip()
     app = made(name, options)
@@ -94,7 +96,7 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    print(listening.getsockname()[1], flush=True)
+    print(listening.getsockname()[1], file=to_parent, flush=True)
     server.run(sockets=[listening])
 
 

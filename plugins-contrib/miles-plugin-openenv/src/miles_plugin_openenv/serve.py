@@ -42,6 +42,8 @@ def main() -> None:
     """Serve until the standard input ends."""
     import uvicorn
 
+    to_parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # into the log: nobody reads what the environment prints, and pipes fill up
     package, token = sys.argv[1], sys.stdin.readline().strip()
     app = import_module(f"{package}.server.app").app
     listening = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +56,7 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    print(listening.getsockname()[1], flush=True)
+    print(listening.getsockname()[1], file=to_parent, flush=True)
     server.run(sockets=[listening])
 
 
