@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,8 @@ def eval_command(args: argparse.Namespace) -> int:
     `ConfigError`, `CheckpointError`."""
     subject = _found(Path(args.checkpoint).expanduser())
     plan = _planned(subject, args).verify()
-    version, results = _evaluate(plan, subject)
+    with redirect_stdout(sys.stderr):  # trackers talk as well; standard output is for the results
+        version, results = _evaluate(plan, subject)
     answer = _answer(version, results)
     if args.scores:
         Path(args.scores).write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
