@@ -16,14 +16,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any, Self
 
 from miles.errors import ConfigError, EngineError, MilesError, RoutingError, WorkerError
 from miles.router.accounts import ACTIVE, Account, Accounts, summarize
 from miles.router.bindings import Binding, Bindings, InFlight, place
-from miles.router.upstream import Upstream
+from miles.router.upstream import Upstream, Wait
 from miles.router.watch import Watch
 from miles.types import Array, Completion, Request
 
@@ -204,17 +204,8 @@ class Router:
             if close is not None:
                 await close()
 
-    @asynccontextmanager
-    async def _limit(self, upstream: Upstream) -> AsyncGenerator[None, None]:
-        """A wait for an engine: `TimeoutError` when it takes too long or the engine is drained."""
-        if upstream.drained:
-            raise TimeoutError
-        async with asyncio.timeout(self._request_timeout_s) as limit:
-            upstream.limits.add(limit)
-            try:
-                yield
-            finally:
-                upstream.limits.discard(limit)
+    def _limit(self, upstream: Upstream) -> Wait:
+        return Wait(upstream, self._request_timeout_s)
 
     async def _bind(self, request: Request) -> Binding:
         """Where the key is bound; waits a while when no engine serves but one may come back."""

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Seen", "Upstream"]
+__all__ = ["Seen", "Upstream", "Wait"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +89,23 @@ class Upstream:
         if self.failed_keys or self.relapses:
             self.failed_keys.clear()
             self.relapses = 0
+
+
+class Wait:
+    """Around a wait for an engine: `TimeoutError` when it takes too long or the engine is
+    drained."""
+
+    __slots__ = ("_limit", "_upstream")
+
+    def __init__(self, upstream: Upstream, seconds: float) -> None:
+        self._upstream, self._limit = upstream, asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        if self._upstream.drained:
+            raise TimeoutError
+        await self._limit.__aenter__()
+        self._upstream.limits.add(self._limit)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._upstream.limits.discard(self._limit)
+        await self._limit.__aexit__(*raised)
