@@ -146,6 +146,7 @@ async def call(
         # what runs in the box has its own limit there, which leaves the box usable
         async with asyncio.timeout(timeout_s + (GRACE_S if function.needs_box else 0.0)):
             result = await _run(function.run, arguments)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
     except TimeoutError:
         return Called(text=f"error: it took longer than {timeout_s:g} s", failed=True)
     except ToolError as error:
@@ -155,7 +156,6 @@ async def call(
     except Exception as error:  # noqa: BLE001 - a tool's failure is the model's to deal with
         text = f"error: {type(error).__name__}: {error}"
         return Called(text=clip(text, max_output), failed=True)
-    text = result if isinstance(result, str) else json.dumps(result, default=str)
     return Called(text=clip(text, max_output), failed=False)
 
 

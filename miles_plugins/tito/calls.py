@@ -31,7 +31,20 @@ def as_calls(tokens: Array, said: Sequence[Said]) -> list[dict[str, Any]]:
         {
             "id": own or f"call_{digest}_{number}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            "function": {
+                "name": name.encode("utf-8", "replace").decode(),
+                "arguments": _written(arguments),
+            },
         }
         for number, (own, name, arguments) in enumerate(said)
     ]
+
+
+def _written(arguments: Mapping[str, Any]) -> str:
+    """As JSON that can be sent: a model may write lone surrogates, which then stay escapes."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments)
+    return text

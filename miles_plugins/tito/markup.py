@@ -97,7 +97,7 @@ def markup_of(template: str) -> Markup:
 def _json_call(inside: str, _: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     try:
         said = json.loads(inside)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(said, dict):
         return None
@@ -133,7 +133,7 @@ def _deepseek_call(inside: str, _: Mapping[str, Any]) -> Any:
         written = written.removeprefix("```json\n").removesuffix("\n```")
     try:
         return _checked(name.strip(), json.loads(written))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -156,7 +156,7 @@ def _value(text: str, kind: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -218,22 +218,22 @@ class Rendered:
     # ---------------------------------------------------------------- completions
 
     def parse(self, tokens: Array, *, tools: Sequence[Tool] = ()) -> Message:
-        """The completion as an assistant message, white space as sampled.
-
-        A call that cannot be read stays in `content` as it was written."""
+        """The completion as an assistant message, white space as sampled. A call that cannot be
+        read stays in `content` as it was written."""
         ids = tokens.tolist()
-        found = self._renderer.parse_response(
-            ids, tools=[dict(t) for t in tools] or None, prompt_ids=self._prefilled
-        )
         ended = next((i for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
         text = self.vocabulary.decode(ids[:ended])
+        how = {"tools": [dict(t) for t in tools] or None, "prompt_ids": self._prefilled}
+        try:
+            found = self._renderer.parse_response(ids, **how)
+        except (ValueError, RecursionError):  # a number of 5000 digits, lists 1000 deep
+            return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant"}
         at = 0
         if found.reasoning_content:
             thought, at = as_sampled(found.reasoning_content, text, 0)
             message["reasoning_content"] = thought
-        content, _ = as_sampled(found.content or "", text, at)
-        said: list[Said] = []
+        content, said = as_sampled(found.content or "", text, at)[0], list[Said]()
         for call in found.tool_calls:
             if call.name and isinstance(call.arguments, dict):
                 said.append((call.id, call.name, call.arguments))

@@ -31,12 +31,15 @@ class Template:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        refusals = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+        refusals = (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError
+        )  # fmt: skip
         told = [dict(m) for m in messages]
         refused: Exception | None = None
         # engines hand arguments over as objects; templates that want text get it as text
-        for conversation in (told, [_written(m) for m in told]):
+        for objects in (True, False):
             try:
+                conversation = told if objects else [_written(m) for m in told]
                 texts, _ = render_jinja_template(
                     conversations=[conversation],
                     tools=[dict(t) for t in tools] or None,
@@ -48,7 +51,7 @@ class Template:
                 refused = refused or error
             else:
                 return str(texts[0])
-            if conversation is told and not any(m.get("tool_calls") for m in told):
+            if objects and not any(m.get("tool_calls") for m in told):
                 break
         raise EpisodeError(
             f"tito {self._who}: the chat template refuses {len(messages)} messages: {refused}"
@@ -119,7 +122,7 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = arguments  # what cannot be read is shown as it was written
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     elif arguments is None:

@@ -65,12 +65,17 @@ class Vocabulary:
         self.tokenizer.encode_special_tokens = value
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Ids of a text; pieces of it that `pieces` names become the ids given there."""
+        """Ids of a text; pieces of it that `pieces` names become the ids given there, and lone
+        surrogates `?`."""
         for mark, ids in self.pieces.items():
             if mark in text:
                 before, _, after = text.partition(mark)
                 return [*self.encode(before), *ids, *self.encode(after)]
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        except TypeError:
+            plain = text.encode("utf-8", "replace").decode()
+            return list(self.tokenizer.encode(plain, add_special_tokens=False).ids)
 
     def decode(self, ids: Any, *_: Any, **__: Any) -> str:
         """Text of ids, special tokens by name."""

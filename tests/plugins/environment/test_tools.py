@@ -39,7 +39,12 @@ async def fail(reason: str) -> dict:
     return {"ok": True}
 
 
-OFFERED = {"double": double, "fail": fail}
+def power(base: int, exponent: int) -> int:
+    """Multiply by itself."""
+    return int(base**exponent)
+
+
+OFFERED = {"double": double, "fail": fail, "power": power}
 
 
 def make(sandbox=None, **config):
@@ -255,6 +260,11 @@ def test_reply_cut_by_length_is_the_answer():
     environment = make(tools=("double",))
     task = environment.tasks("train")[0]
     assert play(environment, [task.answer], finish="length").reward == 1.0
+
+
+def test_a_result_that_cannot_be_written_is_told_to_the_model():
+    played = play(make(tools=("power",)), [tool_call("power", base=9, exponent=9999), "done"])
+    assert results(played)[0].startswith("error: ValueError: Exceeds the limit")
 
 
 def test_errors_cost_what_the_configuration_says():

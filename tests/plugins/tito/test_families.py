@@ -55,6 +55,12 @@ def qwen3(made):
     return made("qwen3/Qwen-Qwen3-0.6B")[0]
 
 
+@pytest.mark.parametrize("value", ["[" * 3000, "9" * 5000], ids=["deep", "long"])
+def test_family_leaves_a_call_that_no_parser_reads_in_the_content(qwen3, value):
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {value}}}}}\n</tool_call>'
+    assert qwen3.parse(qwen3.encode(text)) == {"role": "assistant", "content": text}
+
+
 # ---------------------------------------------------------------- against published templates
 
 

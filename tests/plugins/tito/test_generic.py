@@ -26,6 +26,13 @@ def make(**config):
     return Generic(Generic.Config(**config), CONTEXT)
 
 
+WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -358,3 +365,41 @@ def test_ids_equal_those_of_auto_tokenizer(qwen3, qwen3_handler, recorded):
     for text, _, said in recorded:
         np.testing.assert_array_equal(handler.encode(text), tokenizer(text)["input_ids"])
         assert handler.decode(said) == tokenizer.decode(said)
+
+
+DEEP = '{"name": "f", "arguments": {"x": ' + "[" * 3000
+LONG = '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}"
+
+
+@pytest.mark.parametrize("inside", [DEEP, LONG], ids=["deep", "long"])
+def test_generic_leaves_a_call_that_no_parser_reads_in_the_content(qwen3, tmp_path, inside):
+    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
+    text = f"<tool_call>{inside}</tool_call>"
+    message = tito.parse(tito.encode(text))
+    assert message["content"] == text and "tool_calls" not in message
+
+
+def test_generic_gives_calls_that_can_be_sent_whatever_characters_are_escaped_in_them(
+    qwen3, tmp_path
+):
+    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
+    call = r'{"name": "f\ud800", "arguments": {"x": "\udfff"}}'
+    message = tito.parse(tito.encode(f"<tool_call>{call}</tool_call>"))
+    function = message["tool_calls"][0]["function"]
+    assert json.dumps(function, ensure_ascii=False).encode()
+    assert function["name"] == "f?" and json.loads(function["arguments"]) == {"x": "\udfff"}
+
+
+def test_generic_encodes_lone_surrogates_as_question_marks(byte_level):
+    assert byte_level.decode(byte_level.encode("a\ud800b")) == "a?b"
+
+
+def test_generic_refuses_what_is_nested_too_deep_to_be_written(qwen3, tmp_path):
+    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": deep}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(EpisodeError, match=r"refuses 3 messages: .*recursion"):
+        tito.render([user("q"), said, user("r")])
