@@ -102,6 +102,9 @@ def _tiles(record: Record) -> str:
         tiles.append(("engine", short(_average(speed)), "tokens per second"))
     if trained := _column(record.steps, "tokens/trained"):
         tiles.append(("trained", short(sum(trained)), f"tokens in {len(record.steps)} steps"))
+    if bias := _column(lines, "length/bias"):
+        share = f"{100 * bias[-1]:+.1f} %"
+        tiles.append((f"length bias, {stage}", share, "trained against all that came back"))
     tiles += _conversation_tiles(record, lines)
     return '<section class="tiles">' + "".join(_tile(*t) for t in tiles) + "</section>"
 
@@ -162,6 +165,14 @@ def _charts(record: Record) -> Iterable[str]:
         yield chart(f"Loss terms, {panel.name}", [panel], unit="per step")
     yield chart("Gradient norm", panels("grad_norm"), unit="before clipping", floor=0.0)
     yield chart("Length", panels("length/mean"), unit="tokens a trajectory", floor=0.0)
+    if _column(record.steps, "length/bias"):
+        yield chart(
+            "Length of what was trained, and of all that came back",
+            panels("length/trained", "length/returned"),
+            unit="sampled tokens, mean since the stage began",
+            floor=0.0,
+        )
+        yield chart("Truncated", panels("samples/truncated"), unit="share", floor=0.0, ceiling=1.0)
     yield chart("Trained tokens", panels("tokens/trained"), unit="tokens a step", floor=0.0)
     yield chart("Turns", panels("session/turns"), unit="a trajectory", floor=0.0)
     yield chart("Token mismatches", panels("session/token_mismatches"), unit="in a step", floor=0.0)
@@ -172,9 +183,7 @@ def _charts(record: Record) -> Iterable[str]:
         floor=0.0,
         ceiling=1.0,
     )
-    yield chart(
-        "Staleness", panels("staleness/mean", "staleness/max"), unit="trainer steps", floor=0.0
-    )
+    yield from _asynchrony(record, panels)
     yield chart("Engine speed", panels("engine/tokens_per_s"), unit="tokens per second", floor=0.0)
     yield chart(
         "Groups", panels("groups/in_flight", "groups/buffered"), unit="at the step's end", floor=0.0
@@ -182,8 +191,25 @@ def _charts(record: Record) -> Iterable[str]:
     for environment in _environment_names(record):
         yield chart(environment, panels(environment), unit="environment's own metric")
     yield bars("Time by stage", [(s, _times(record.of(s))) for s in record.stages], unit="seconds")
-    dropped = [(s, _drops(record.of(s))) for s in record.stages]
+    dropped = [(s, _sums(record.of(s), "groups/dropped/")) for s in record.stages]
     yield bars("Dropped groups", dropped, unit="groups, by reason")
+
+
+def _asynchrony(record: Record, panels: Callable[..., list[Panel]]) -> Iterable[str]:
+    """How old what is trained and what waits is."""
+    lags = ("mean", "max", "waiting_mean", "waiting_max")
+    yield chart(
+        "Staleness", panels(*(f"staleness/{n}" for n in lags)), unit="trainer steps", floor=0.0
+    )
+    if max(_column(record.steps, "staleness/max"), default=0):
+        yield chart(
+            "Trained tokens by age", _panels(record, _token_lags), unit="tokens", stacked=True
+        )
+        histogram = [(s, _sums(record.of(s), "staleness/lag_")) for s in record.stages]
+        yield bars("Trained groups by staleness", histogram, unit="groups, by trainer steps")
+    if max(_column(record.steps, "buffer/age_max_s"), default=0):
+        ages = panels("buffer/age_mean_s", "buffer/age_max_s")
+        yield chart("Age of groups that wait", ages, unit="seconds", floor=0.0)
 
 
 def _panels(record: Record, names: Callable[[Line], Mapping[str, str]]) -> list[Panel]:
@@ -214,6 +240,11 @@ def _terms(line: Line) -> Mapping[str, str]:
     return {k: k.removeprefix("loss/") for k in line if k.startswith("loss/")}
 
 
+def _token_lags(line: Line) -> Mapping[str, str]:
+    head = "tokens/lag_"
+    return {k: f"{k.removeprefix(head)} steps old" for k in line if k.startswith(head)}
+
+
 def _environment_names(record: Record) -> list[str]:
     return list(dict.fromkeys(k for x in record.steps for k in x if k.startswith("env/")))
 
@@ -239,12 +270,13 @@ def _times(lines: Sequence[Line]) -> list[tuple[str, float]]:
     return [(name, sum(_column(lines, f"time/{name}_s"))) for name in _TIMES]
 
 
-def _drops(lines: Sequence[Line]) -> list[tuple[str, float]]:
+def _sums(lines: Sequence[Line], head: str) -> list[tuple[str, float]]:
+    """What each metric whose name begins so adds up to, largest first."""
     found: Counter[str] = Counter()
     for line in lines:
         for name in line:
-            if name.startswith("groups/dropped/"):
-                found[name.removeprefix("groups/dropped/")] += int(line[name] or 0)
+            if name.startswith(head):
+                found[name.removeprefix(head)] += int(line[name] or 0)
     return [(reason, float(n)) for reason, n in found.most_common()]
 
 
@@ -260,7 +292,10 @@ def _evaluations(record: Record) -> str:
             rows.append((line["step"], name, f"skipped: {reason}", "", ""))
             continue
         score = f"{short(_number(own.get('score')))} ± {short(_number(own.get('stderr')))}"
-        more = ("failures", "length", "truncated", "seconds")
+        if "low" in own and "high" in own:
+            score += f" [{short(_number(own['low']))}, {short(_number(own['high']))}]"
+        tried = [k for k in own if k.startswith("pass_") and k.count("_") == 1]
+        more = (*tried, "failures", "length", "truncated", "seconds", "lag_steps")
         rest = ", ".join(f"{k} {short(_number(own[k]))}" for k in more if k in own)
         rows.append((line["step"], name, score, own.get("samples", ""), rest))
     if not rows:

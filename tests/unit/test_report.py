@@ -53,10 +53,17 @@ def make_run(directory: Path, *, sft: int = 60, grpo: int = 30, finished: bool =
             line |= {"env/digits": 0.5, "engine/tokens_per_s": 4000.0}
             line |= {"session/turns": 3 - 1 / step, "session/token_mismatches": 0}
             line |= {"env/tools/errors": 0.25, "router/prefix_hit_rate": 0.9375}
+            line |= {"length/trained": 9.0, "length/returned": 10.0, "length/bias": -0.1}
+            line |= {"samples/truncated": 0.25, "buffer/age_mean_s": 1.0, "buffer/age_max_s": 2.0}
+            line |= {"staleness/mean": 0.5, "staleness/max": 1, "staleness/waiting_max": 1}
+            line |= {"staleness/lag_0": 4, "staleness/lag_1": 4}
+            line |= {"tokens/lag_0": 60, "tokens/lag_1": 40}
         lines.append(line)
     for step, score in ((0, 0.0), (sft, 0.4)):
         named = {"eval/heldout/score": score, "eval/heldout/stderr": 0.02}
         named |= {"eval/heldout/samples": 128, "eval/heldout/failures": 0.0}
+        named |= {"eval/heldout/low": 0.31, "eval/heldout/high": 0.49, "eval/heldout/pass_4": 0.7}
+        named |= {"eval/heldout/pass_4_low": 0.6, "eval/heldout/lag_steps": 3}
         lines.append({"moment": "evaluated", "step": step, "set": "heldout", **named})
     last = sft + grpo
     skipped = {"set": "heldout", "eval/heldout/skipped": "too <late>"}
@@ -103,7 +110,15 @@ def test_report_shows_everything_that_is_known(tmp_path: Path) -> None:
         "Prefix-cache hit rate",
         "Trained tokens",
         "env/tools/errors",
-        "0.4 ± 0.02",
+        "0.4 ± 0.02 [0.31, 0.49]",
+        "pass_4 0.7, failures 0, lag_steps 3",
+        "<small>length bias, grpo</small><b>-10.0 %</b>",
+        "Length of what was trained, and of all that came back",
+        "Trained tokens by age",
+        "1 steps old",
+        "Trained groups by staleness",
+        "Age of groups that wait",
+        "Truncated",
         "skipped: too &lt;late&gt;",
         "mismatch 2 over budget",
         "2×",
