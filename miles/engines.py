@@ -93,12 +93,13 @@ class Engines:
         return bool(dead)
 
     async def health(self) -> Mapping[str, float]:
-        """Sums over the workers, except `max_len`, the smallest. Raises `WorkerError`."""
+        """Sums over the workers, except `max_len`, the smallest; `engines` is how many there are.
+        Raises `WorkerError`."""
         each: list[Mapping[str, float]] = await self._all("engine.health")
         total = {name: sum(one.get(name, 0.0) for one in each) for name in each[0]}
         if "max_len" in total:
             total["max_len"] = min(one["max_len"] for one in each)
-        return total
+        return {**total, "engines": len(each)}
 
     async def score(self, tokens: Array) -> Array:
         """(tokens,) float32 log-probs of the first worker, 0 for the first. Raises `WorkerError`,

@@ -175,10 +175,12 @@ class Measure:
         if not self._health:
             return {}
         now, before = self._health, self._health_before
-        new = {k: now[k] - before.get(k, 0.0) for k in now}
+        # an engine that was started again counts from 0
+        new = {k: max(0.0, now[k] - before.get(k, 0.0)) for k in now}
         self._health_before = now
+        busy = new.get("busy_s", 0.0) / now.get("engines", 1)
         return {
-            "engine/idle_s": max(0.0, seconds - new.get("busy_s", 0.0)),
+            "engine/idle_s": max(0.0, seconds - busy),
             "engine/tokens_per_s": new.get("tokens", 0.0) / seconds if seconds else 0.0,
         }
 

@@ -268,8 +268,24 @@ METRICS: tuple[Metric, ...] = _rows(
     ("session/turns", "turns", "Mean assistant turns of a trained trajectory."),
     (
         "session/token_mismatches",
-        "groups",
-        "Groups dropped because tokens of theirs did not extend what was stored.",
+        "turns",
+        "Turns that failed because tokens did not extend the stored ones; anything above 0 is a "
+        "fault.",
+    ),
+    (
+        "session/unmatched_tool_ids",
+        "ids",
+        "Tool-call ids that did not correspond where `role_text` took two histories for one.",
+    ),
+    ("session/rollbacks", "turns", "Turns replaced by a retry (`linear`)."),
+    ("session/branches", "turns", "Turns that began a branch beside another (`branching`)."),
+    ("session/kept_history", "turns", "Turns before which history was kept as it was sampled."),
+    ("session/rebased", "turns", "Turns before which it was rewritten as the template would."),
+    ("session/truncated", "requests", "Requests refused because their prompt left no room."),
+    (
+        "session/conflicts",
+        "requests",
+        "Requests refused as another was being answered, or the turn had ended by length.",
     ),
     (
         "eval/lag_steps",

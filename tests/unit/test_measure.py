@@ -95,6 +95,16 @@ def test_measure_step_counts_only_what_is_new() -> None:
         assert got["groups/dropped/length"] == 1
 
 
+def test_measure_engines_idle_is_a_mean_and_survives_one_that_starts_again() -> None:
+    measure = Measure()
+    measure.engine_health({"busy_s": 90.0, "tokens": 500.0, "engines": 2})
+    measure._engine(100.0)
+    measure.engine_health({"busy_s": 102.0, "tokens": 700.0, "engines": 2})
+    assert measure._engine(10.0) == {"engine/idle_s": 4.0, "engine/tokens_per_s": 20.0}
+    measure.engine_health({"busy_s": 60.0, "tokens": 350.0, "engines": 2})  # one began anew
+    assert measure._engine(10.0) == {"engine/idle_s": 10.0, "engine/tokens_per_s": 0.0}
+
+
 def taken(buffer: Buffer, count: int) -> list[Group]:
     return asyncio.run(buffer.take(count))
 

@@ -10,6 +10,7 @@ import pytest
 
 from miles import ConfigError, Group, Task, WorkerError
 from miles.buffer import Lease
+from miles.metrics import faults
 from miles.pool import Pool
 from miles.testing import FakeHandle
 
@@ -83,6 +84,7 @@ def test_pool_spreads_groups_and_adds_counters_up() -> None:
         metrics = await made.metrics()
         assert (metrics["session/token_mismatches"], metrics["router/requests"]) == (6, 6)
         assert metrics["router/prefix_hit_rate"] == 0.6
+        assert faults(metrics) == ()  # every one is in the table
         await made.group(lease(7))
         assert (await made.metrics())["session/token_mismatches"] == 1  # since the last time
 
