@@ -226,7 +226,7 @@ class Supervisor:
     def do_halt(self, number):
         """Kill every process but this one, what commands left behind included."""
         if self.isolated:
-            os.kill(-1, _signal.SIGKILL)
+            _kill_all()
         else:
             self._clear()
         self.reply(number, DONE)
@@ -288,7 +288,7 @@ class Supervisor:
         job.deadline = float("inf")
         killed, all_of_them = kill_tree(job.pid)
         if not all_of_them and self.isolated:
-            os.kill(-1, _signal.SIGKILL)  # new ones came faster than they could be stopped
+            _kill_all()  # new ones came faster than they could be stopped
         ended, until = [], time.monotonic() + 2
         while killed and time.monotonic() < until:  # else the next command finds no room
             ended += self._reap()
@@ -315,7 +315,7 @@ class Supervisor:
         if flags:
             for job in self.jobs.values():
                 job.flags |= flags
-            os.kill(-1, _signal.SIGKILL)
+            _kill_all()
 
     # ---- files
 
@@ -347,6 +347,14 @@ class Supervisor:
             while view:
                 view = view[file.write(view) :]
         self.reply(number, DONE)
+
+
+def _kill_all():
+    """Kill every process that this one sees, itself left out."""
+    try:
+        os.kill(-1, _signal.SIGKILL)
+    except ProcessLookupError:
+        return  # there is none
 
 
 def _only_files(fd):

@@ -4,7 +4,8 @@ limits.
 What it refuses: new namespaces and mounts, tracing and reading other processes, kernel keys,
 programs and modules, memory that no process is charged for (memfd, System V), `io_uring`, and
 sockets of families that a network namespace does not hold back (vsock reaches a virtual machine's
-host). Everything else stays; isolation itself is bubblewrap's.
+host), and limiting or slowing the box's own supervisor. Everything else stays; isolation itself is
+bubblewrap's.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ _ABSENT = {  # as if the kernel had none: libraries then use what came before
     "clone3": (435, 435), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }  # fmt: skip
+_OF_A_PROCESS = {  # name: numbers; the process is the first argument
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+}  # fmt: skip
 _CLONE, _PRCTL, _SOCKET = (56, 220), (157, 167), (41, 198)
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: all of them end at the network namespace
+_SUPERVISOR = 1  # its process id: whoever limits it can end the box, and the grading with it
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: a command may not give up being its descendants' parent
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -81,6 +87,12 @@ def program(machine: str | None = None) -> bytes:
         _step(_EQUAL, 0, 0, 1),
         _step(_RETURN, _ERRNO | errno.EPERM),
     ])  # fmt: skip
+    for numbers in _OF_A_PROCESS.values():
+        code += _when(numbers[column], [
+            _step(_LOAD, _FIRST),
+            _step(_EQUAL, _SUPERVISOR, 0, 1),
+            _step(_RETURN, _ERRNO | errno.EPERM),
+        ])  # fmt: skip
     allowed = [_step(_EQUAL, family, len(_FAMILIES) - i, 0) for i, family in enumerate(_FAMILIES)]
     code += _when(_SOCKET[column], [
         _step(_LOAD, _FIRST),

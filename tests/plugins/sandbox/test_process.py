@@ -413,6 +413,47 @@ def test_halt_ends_what_was_left_behind_and_keeps_files(tmp_path: Path) -> None:
     assert int(left.stdout) <= 4
 
 
+def test_halt_of_a_box_in_which_nothing_runs_is_no_failure(tmp_path: Path) -> None:
+    async def run():
+        async with boxes(tmp_path) as box:
+            await box.halt()
+            await box.exec("true")
+            await box.halt()
+            return await box.exec("echo alive")
+
+    assert asyncio.run(run()).stdout == "alive\n"
+
+
+_LIMITING = """
+import os, resource
+for name in ("NOFILE", "AS", "CPU", "FSIZE", "NPROC"):
+    try:
+        resource.prlimit(1, getattr(resource, "RLIMIT_" + name), (1, 1))
+        print(name, "was set")
+    except PermissionError:
+        pass
+for what in (lambda: os.sched_setaffinity(1, {0}),
+             lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))):
+    try:
+        what()
+        print("it was scheduled")
+    except PermissionError:
+        pass
+resource.prlimit(0, resource.RLIMIT_CORE, (0, 0))
+"""
+
+
+def test_escape_by_limits_on_the_supervisor(tmp_path: Path) -> None:
+    async def run():
+        async with boxes(tmp_path) as box:
+            tried = await box.exec(["python3", "-c", _LIMITING])
+            await box.write("x", b"kept")
+            return tried, await box.read("x")
+
+    tried, kept = asyncio.run(run())
+    assert (tried.stdout, tried.stderr, tried.exit_code) == ("", "", 0) and kept == b"kept"
+
+
 def test_old_kernel_is_warned_about(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("platform.release", lambda: "5.4.0-1-generic")
     Process(Process.Config(processes=9), Context(directory=tmp_path))
