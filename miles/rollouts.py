@@ -11,7 +11,7 @@ import asyncio
 import copy
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -219,12 +219,10 @@ class Rollouts:
             self._sessions[lease.id].append(made.session)
             return made
 
-        @asynccontextmanager
-        async def serve(key: str) -> AsyncIterator[ServedSession]:
+        def serve(key: str) -> AbstractAsyncContextManager[ServedSession]:
             server = self._server(engine, how, max_len)
-            async with server.open(key, seed if key == name else derive_seed(seed, key)) as served:
-                self._sessions[lease.id].append(served.session)
-                yield served
+            own = seed if key == name else derive_seed(seed, key)
+            return self._serve(server, lease, key=key, seed=own)
 
         more: dict[str, Any] = {} if sampling is None else {"sampling": sampling}
         return Tools(
@@ -240,6 +238,14 @@ class Rollouts:
             serve=serve,
             play=None if index is not None else partial(loop.play, self, lease, **more),
         )
+
+    @asynccontextmanager
+    async def _serve(
+        self, server: SessionServer, lease: Lease, *, key: str, seed: int
+    ) -> AsyncIterator[ServedSession]:
+        async with server.open(key, seed) as served:
+            self._sessions[lease.id].append(served.session)
+            yield served
 
     def _server(self, engine: Any, sampling: Sampling, max_len: int | None) -> SessionServer:
         """The one for this way of sampling; training's has the port that was asked for."""

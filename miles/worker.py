@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -155,6 +156,10 @@ class Worker:
                 around = replace(around, **{spec.kind: part})
         if "environment" in self.parts:
             self.parts["rollouts"] = Rollouts(self.parts, around)
+            # as in the driver: what is imported by now stays, and attempts make many short-lived
+            # objects, over which a default collector would walk again and again
+            gc.freeze()
+            gc.set_threshold(50_000, 20, 50)
         if (transport := self.parts.get("transport")) is not None:
             if "trainer" in self.parts:
                 self.parts["sender"] = transport.sender(self.parts["trainer"])

@@ -49,12 +49,16 @@ class Counters:
 
     def plain(self) -> dict[str, int]:
         """Counts by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: getattr(self, name) for name in _COUNTS}
 
     def add(self, other: Counters) -> None:
         """Take another's counts on top."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for name in _COUNTS:
+            if count := getattr(other, name):
+                setattr(self, name, getattr(self, name) + count)
+
+
+_COUNTS = tuple(one.name for one in fields(Counters))
 
 
 class Node:
