@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -128,37 +129,36 @@ def _stage(
 
 
 _AT_LEAST: Mapping[str, float] = {
-    "steps": 0,
-    "groups_per_step": 1,
-    "samples_per_group": 1,
-    "max_lag": 0,
-    "oversample": 0,
-    "capacity_factor": 1,
-    "publish_every": 1,
-    "checkpoint_every": 0,
-    "keep_checkpoints": 0,
-    "eval_every": 0,
-    "max_turns": 1,
-    "top_k": 0,
-    "max_new_tokens": 1,
-}
-_POSITIVE = ("starved_after_s", "worker_timeout_s", "episode_timeout_s", "temperature", "top_p")
+    "steps": 0, "groups_per_step": 1, "samples_per_group": 1, "max_lag": 0, "oversample": 0,
+    "capacity_factor": 1, "publish_every": 1, "checkpoint_every": 0, "keep_checkpoints": 0,
+    "eval_every": 0, "max_turns": 1, "top_k": 0, "max_new_tokens": 1, "rollout_workers": 1,
+    "max_restarts": 0, "session.max_sessions": 1, "session.max_turns": 1, "session.max_tokens": 0,
+    "session.upstream_timeout_s": 0, "session.port": 0,
+}  # fmt: skip
+_POSITIVE = (
+    "starved_after_s", "worker_timeout_s", "episode_timeout_s", "temperature", "top_p",
+    "session.idle_s",
+)  # fmt: skip
 
 
 def setting_faults(settings: Settings) -> Iterator[str]:
     """Values, and combinations of values, with which the loop cannot run."""
     for name, least in _AT_LEAST.items():
-        if getattr(settings, name) < least:
-            yield f"{name}: {getattr(settings, name)} is less than {least:g}"
+        if not (value := attrgetter(name)(settings)) >= least:
+            yield f"{name}: {value} is less than {least:g}"
     for name in _POSITIVE:
-        if not getattr(settings, name) > 0:
+        if not (value := attrgetter(name)(settings)) > 0:
             why = "; 0 is greedy, which has no log-probs to train on"
-            yield (
-                f"{name}: {getattr(settings, name)} is not above 0"
-                f"{why if name == 'temperature' else ''}"
-            )
+            yield f"{name}: {value} is not above 0{why if name == 'temperature' else ''}"
     if settings.top_p > 1:
         yield f"top_p: {settings.top_p} is above 1"
+    if (port := settings.session.port) > 65535:
+        yield f"session.port: {port} is above 65535"
+    if port and settings.rollout_workers > 1:
+        yield (
+            f"session.port ({port}) and rollout_workers ({settings.rollout_workers}): each worker "
+            "serves its own sessions, and one port has room for one; leave session.port at 0"
+        )
     if settings.concurrency < settings.samples_per_group:
         yield (
             f"concurrency ({settings.concurrency}) is less than samples_per_group "
@@ -240,6 +240,8 @@ def _own_checks(planned: Planned, registry: Registry) -> list[str]:
     faults = []
     for spec in _specs(planned):
         component = registry.component(spec.kind, spec.name)
+        if spec.kind == "engine" and spec.config.get("workers", 1) < 1:
+            faults.append(f"engine.workers: {spec.config['workers']} is less than 1")
         if spec.kind not in BUILT:
             lacks = conformance.component_faults(spec.kind, component)
             if lacks:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles import Settings
+from miles import SessionKeys, Settings
 from miles.check import check, setting_faults
 from miles.config import compose
 from miles.plugins import Registry
@@ -51,6 +51,16 @@ def test_default_run_and_every_setting_of_it_are_good():
         ({"temperature": float("nan")}, "temperature: nan is not above 0"),
         ({"starved_after_s": 0.0}, "starved_after_s: 0.0 is not above 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0 is less than 1"),
+        ({"rollout_workers": 0}, "rollout_workers: 0 is less than 1"),
+        ({"max_restarts": -1}, "max_restarts: -1 is less than 0"),
+        ({"session": SessionKeys(max_turns=0)}, "session.max_turns: 0 is less than 1"),
+        ({"session": SessionKeys(max_sessions=0)}, "session.max_sessions: 0 is less than 1"),
+        ({"session": SessionKeys(idle_s=0.0)}, "session.idle_s: 0.0 is not above 0"),
+        ({"session": SessionKeys(port=70000)}, "session.port: 70000 is above 65535"),
+        (
+            {"session": SessionKeys(port=8000), "rollout_workers": 2},
+            "session.port (8000) and rollout_workers (2)",
+        ),
     ],
 )
 def test_setting_that_cannot_work_is_refused(values, message):
@@ -71,6 +81,10 @@ def test_setting_that_cannot_work_is_refused(values, message):
 )
 def test_setting_that_can_work_is_not(values):
     assert list(setting_faults(replace(Settings(), **values))) == []
+
+
+def test_engine_without_workers_is_refused():
+    assert "engine.workers: 0 is less than 1" in found("engine.workers=0")
 
 
 def test_every_problem_is_told_in_one_go(tmp_path):
