@@ -39,6 +39,7 @@ class _Worker:
         self.playing = 0
         self.before: Mapping[str, Mapping[str, float]] = {}  # counts already told
         self.lock = asyncio.Lock()
+        self.starting: asyncio.Task[None] | None = None  # again, while that goes on
 
 
 class Pool:
@@ -123,12 +124,22 @@ class Pool:
         return Group(id=lease.id, task=lease.task, trajectories=(lost,))
 
     async def _replace(self, worker: _Worker, error: Exception) -> None:
-        if not self._restarts_left:
-            raise error
-        self._restarts_left -= 1
-        self.restarts += 1
-        _log.warning("%s is started again: %s", worker.handle.name, error or "it hangs")
-        worker.handle, worker.before = await self._restart(worker.handle), {}
+        if worker.starting is None:
+            if not self._restarts_left:
+                raise error
+            self._restarts_left -= 1
+            self.restarts += 1
+            _log.warning("%s is started again: %s", worker.handle.name, error or "it hangs")
+            name = f"start {worker.handle.name} again"
+            worker.starting = asyncio.create_task(self._start(worker), name=name)
+        # the group that noticed may be cancelled, as one that nobody needs any more
+        await asyncio.shield(worker.starting)
+
+    async def _start(self, worker: _Worker) -> None:
+        try:
+            worker.handle, worker.before = await self._restart(worker.handle), {}
+        finally:
+            worker.starting = None
 
     async def published(self, version: int) -> None:
         """Tell every worker which version the engines serve."""

@@ -150,3 +150,30 @@ def test_pool_gives_up_after_max_restarts() -> None:
     with pytest.raises(WorkerError, match="did not answer within 1 s"):
         asyncio.run(made.group(lease(0)))
     assert not began
+
+
+def test_pool_starts_a_worker_again_once_though_the_group_that_noticed_is_cancelled() -> None:
+    handle = FakeHandle("rollout-0", {"rollouts": Rollouts()})
+    handle.dead = True
+    began: list[str] = []
+
+    async def restart(old: Any) -> Any:
+        began.append(old.name)
+        await asyncio.sleep(0.1)
+        return FakeHandle(old.name, {"rollouts": Rollouts()})
+
+    handles: Any = [handle]
+    made = Pool(handles, restart=restart, episode_timeout_s=1, worker_timeout_s=1, max_restarts=2)
+
+    async def main() -> list[Group]:
+        noticing = asyncio.create_task(made.group(lease(0)))
+        while not began:
+            await asyncio.sleep(0.01)
+        noticing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await noticing
+        return [await made.group(lease(1)), await made.group(lease(2))]
+
+    waiting, fine = asyncio.run(main())
+    assert waiting.failure is not None and waiting.failure.reason == "worker_lost"
+    assert fine.failure is None and len(began) == made.restarts == 1
