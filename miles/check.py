@@ -152,13 +152,11 @@ def setting_faults(settings: Settings) -> Iterator[str]:
             yield f"{name}: {value} is not above 0{why if name == 'temperature' else ''}"
     if settings.top_p > 1:
         yield f"top_p: {settings.top_p} is above 1"
-    if (port := settings.session.port) > 65535:
+    port, workers = settings.session.port, settings.rollout_workers
+    if port > 65535:
         yield f"session.port: {port} is above 65535"
-    if port and settings.rollout_workers > 1:
-        yield (
-            f"session.port ({port}) and rollout_workers ({settings.rollout_workers}): each worker "
-            "serves its own sessions, and one port has room for one; leave session.port at 0"
-        )
+    if port and workers > 1:
+        yield f"session.port ({port}) and rollout_workers ({workers}): one port is for one of them"
     if settings.concurrency < settings.samples_per_group:
         yield (
             f"concurrency ({settings.concurrency}) is less than samples_per_group "
@@ -170,10 +168,7 @@ def setting_faults(settings: Settings) -> Iterator[str]:
             f"({settings.max_lag + 1}): the trainer would wait for ever for fresh groups"
         )
     if settings.unused == "retry" and settings.max_retries < 1:
-        yield (
-            "unused=retry needs a limit: max_retries is "
-            f"{settings.max_retries}, and must be at least 1"
-        )
+        yield f"unused=retry needs a limit: max_retries is {settings.max_retries}, not at least 1"
     if settings.pause == "abort" and not settings.partial and settings.max_lag:
         yield (
             "pause=abort ends conversations in the middle of a turn at every publish; take "
@@ -242,6 +237,10 @@ def _own_checks(planned: Planned, registry: Registry) -> list[str]:
         component = registry.component(spec.kind, spec.name)
         if spec.kind == "engine" and spec.config.get("workers", 1) < 1:
             faults.append(f"engine.workers: {spec.config['workers']} is less than 1")
+        in_rollouts = getattr(component, "process", "worker") == "rollout"
+        if spec.kind == "engine" and planned.samples and in_rollouts:
+            what = "samples in rollout workers, where no transport brings weights"
+            faults.append(f"engine {spec.name!r} {what}")
         if spec.kind not in BUILT:
             lacks = conformance.component_faults(spec.kind, component)
             if lacks:

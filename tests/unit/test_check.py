@@ -263,6 +263,7 @@ def test_registry_of_the_plan_is_the_one_checked(install, component):
         ("engine=demonstration", "algorithm 'grpo': compares what the policy sampled, but the en"),
         ("samples_per_group=1", r"samples_per_group (1) must be at least 2"),
         ("engine.max_len=8", "do not fit engine.max_len of 8"),
+        ("engine=sglang", "'sglang' samples in rollout workers, where no transport brings weights"),
     ],
 )
 def test_check_finds_what_a_run_would_stumble_over(override, words):
