@@ -219,7 +219,9 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
     context, in tokens."""
     registry, shared = stage.shared.registry, stage.shared
     sampling = next((p for p in planned if _samples(registry, p.specs["engine"])), None)
-    if sampling is None or not (stage.samples or stage.evaluator is not None):
+    place = getattr(stage.evaluator, "place", "rollout")
+    evaluates = stage.evaluator is not None and place == "rollout"
+    if sampling is None or not (stage.samples or evaluates):
         return None
     parts = [sampling.specs[k] for k in ("model", "precision", "engine", "transport")]
     around = replace(context, settings=sampling.settings)

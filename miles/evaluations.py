@@ -160,6 +160,8 @@ class Evaluations:
             if not done:
                 task.cancel()
                 await asyncio.wait({task})
+        if self._sharing is not task:
+            return  # the run was interrupted meanwhile
         self._sharing = None
         if task.cancelled():
             reason = f"timeout: not done after {self.timeout_s:g} s, and weights wait to be sent"

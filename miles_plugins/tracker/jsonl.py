@@ -53,8 +53,10 @@ class Jsonl:
         try:
             if data.get("resumed") is not None:
                 self._rewind(int(data["resumed"]))
-            self._step = data.get("step", self._step)
-            step = {} if self._step is None else {"step": self._step}
+            if name != "evaluated" or (self._step or 0) < data["step"]:  # scores may come late
+                self._step = data.get("step", self._step)
+            at = data.get("step", self._step)
+            step = {} if at is None else {"step": at}
             self._append(
                 {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
             )

@@ -349,6 +349,17 @@ def test_an_interrupted_shared_evaluation_is_done_again(tmp_path: Path) -> None:
     run(main)
 
 
+def test_an_interrupt_while_the_trainer_waits_is_no_timeout(tmp_path: Path) -> None:
+    async def main() -> None:
+        ground = Ground(evaluator := Evaluator(), tmp_path)
+        evaluator.gate.clear()
+        asyncio.get_running_loop().call_later(0.05, ground.evaluations.stop)
+        await ground.step(2, wait=True)
+        assert not ground.rows
+
+    run(main)
+
+
 def test_a_fleet_that_serves_something_else_gives_no_score(tmp_path: Path) -> None:
     async def main() -> None:
         ground = Ground(Evaluator(place="apart"), tmp_path)

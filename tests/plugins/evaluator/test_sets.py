@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from miles import ConfigError, Context, Group, Sampling, Score, Settings, Skipped, Task
+from miles.check import check
+from miles.config import compose
 from miles.testing import FakeEnvironment, make_group
 from miles_plugins.evaluator.fleet import Fleet
 from miles_plugins.evaluator.intervals import pass_at_k
@@ -139,3 +141,27 @@ def test_sets_refuse_what_cannot_be_played(keys: dict[str, Any], said: str) -> N
 def test_fleet_refuses_to_have_no_engine() -> None:
     with pytest.raises(ConfigError, match="evaluator fleet: workers: 0 is below 1"):
         Fleet(Fleet.Config(workers=0), context())
+
+
+def faults_of(*overrides: str) -> str:
+    plan = compose(overrides)
+    return "\n".join(check(plan).faults)
+
+
+def test_check_tells_what_is_wrong_with_sets_before_anything_starts() -> None:
+    text = faults_of("evaluator.sets.a.environment.name=arithmetik")
+    assert "there is no environment 'arithmetik'" in text and "did you mean 'arithmetic'" in text
+    text = faults_of("evaluator.sets.a={environment: {name: arithmetic, digts: 1}}")
+    assert "environment 'arithmetic': digts: there is no such key" in text
+    text = faults_of("evaluator.sets.a={taks: 1}")
+    assert "evaluator 'shared': sets.a.taks: there is no such key" in text
+    assert not faults_of("evaluator=fleet", "evaluator.sets.a={environment: {name: arithmetic}}")
+    assert "a value is required" in faults_of("evaluator=external")
+
+
+def test_check_refuses_a_fleet_of_engines_that_cannot_be_loaded() -> None:
+    text = faults_of(
+        "evaluator=fleet", "stages.grpo.engine=sglang", "engine.url=http://127.0.0.1:1"
+    )
+    said = "evaluator 'fleet' loads engines of its own from snapshots, and engine 'sglang' cannot"
+    assert said in text

@@ -128,3 +128,13 @@ def test_jsonl_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 def test_jsonl_refuses_a_file_elsewhere(tmp_path: Path, file: str) -> None:
     with pytest.raises(ConfigError, match="is not a file name in the run directory"):
         Jsonl(Jsonl.Config(file=file), Context(directory=tmp_path))
+
+
+def test_jsonl_late_scores_do_not_date_what_comes_after(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    tracker.moment("step_finished", {"step": 7, "stage": "grpo"})
+    tracker.moment("evaluated", {"step": 4, "set": "heldout", "score": 0.5, "lag_steps": 3})
+    tracker.moment("warned", {"text": "budget"})
+    tracker.close()
+    assert [x["step"] for x in lines(tmp_path)] == [7, 4, 7]
+    assert lines(tmp_path)[1]["eval/heldout/lag_steps"] == 3
