@@ -106,7 +106,7 @@ class SessionServer:
                 engine=self._engine,
                 tito=self._tito,
                 sampling=self._sampling,
-                seed_of=self._seeds.__getitem__,
+                seed_of=lambda id: self._seeds.get(id, 0),  # of one just closed: it is refused next
                 model="policy",
                 admin_token=secrets.token_urlsafe(32),
                 client_sampling=self._rules.client_sampling,

@@ -19,7 +19,7 @@ from miles.session.tree import Session
 from miles.session.turns import Turn
 from miles.types import Array, Completion, Message, Request, Sampling
 
-__all__ = ["turn", "with_stop_ids"]
+__all__ = ["stop", "turn", "with_stop_ids"]
 
 _ABORT_S = 10.0  # an engine may take to hear that nobody waits any more
 
@@ -72,7 +72,7 @@ async def turn(
         try:
             late = isinstance(error.__cause__, TimeoutError)
             if (late or isinstance(error, asyncio.CancelledError)) and session.pending == 1:
-                await _stop(session, engine)
+                await stop(session, engine)
         finally:  # not before: who asks again would be stopped as well
             session.abandon(prompt)
         raise
@@ -110,7 +110,7 @@ async def _stream(engine: Any, request: Request, on_tokens: Callable[[Array], No
     raise EngineError(f"request {request.id}: the engine's stream ended without a completion")
 
 
-async def _stop(session: Session, engine: Engine) -> None:
+async def stop(session: Session, engine: Engine) -> None:
     """Nobody waits any more: end what is being sampled under the session's key."""
     try:
         async with asyncio.timeout(_ABORT_S):

@@ -93,12 +93,17 @@ class Sessions:
 
     def get(self, id: str) -> Session:
         """An open session, whose idle time begins again. Raises `SessionClosed` (404)."""
+        session = self.peek(id)
+        self._used[id] = self._clock()
+        return session
+
+    def peek(self, id: str) -> Session:
+        """An open session, as idle as before. Raises `SessionClosed` (404)."""
         if (session := self._open.get(id)) is None:
             raise SessionClosed(
                 f"session {id!r}: there is none: never opened, closed, or expired after "
                 f"{self.rules.idle_s:g} s without a request"
             )
-        self._used[id] = self._clock()
         return session
 
     def close(self, id: str) -> Session:

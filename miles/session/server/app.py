@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 
 from miles.errors import MilesError, UnsupportedRequest
 from miles.protocols import Engine, Tito
+from miles.session.dialogue import stop
 from miles.session.server.answering import APIS, Answering, Api
 from miles.session.server.asked import ClientSampling
 from miles.session.server.chat import error_body
@@ -155,9 +156,8 @@ class _Server:
     def _session(self, request: Request) -> Session:
         if not _token(request):
             raise HTTPException(401, _WANTED, {"www-authenticate": "Bearer"})
-        session = self._sessions.get(request.path_params["id"])
-        self._admit(request, session)
-        return session
+        self._admit(request, self._sessions.peek(request.path_params["id"]))
+        return self._sessions.get(request.path_params["id"])
 
     # ---- routes
 
@@ -192,6 +192,8 @@ class _Server:
         session = self._session(request)
         if request.method == "DELETE":
             self._sessions.close(session.id)
+            if session.pending:
+                await stop(session, self._answering.engine)
         return json_reply(_state(session))
 
     async def samples(self, request: Request) -> Response:
