@@ -96,9 +96,9 @@ def summary(progress: Progress) -> str:
     for name, results in progress.evaluations.items():
         course = " → ".join(r if isinstance(r, str) else f"{r:.3f}" for _, r in _ends(results))
         lines.append(f"  {name}: {course}")
-    if progress.first_reward is not None:
-        last = progress.recent["reward"]
-        lines.append(f"  reward in {progress.stage}: {progress.first_reward:.3f} → {last:.3f}")
+    if progress.reward_ends is not None:
+        first, last = progress.reward_ends
+        lines.append(f"  reward in {progress.stage}: {first:.3f} → {last:.3f}")
     if progress.drops:
         lines.append(f"  dropped groups in {progress.stage}: {drops(progress)}")
     if progress.warnings:

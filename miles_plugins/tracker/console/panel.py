@@ -96,11 +96,11 @@ class Panel:
     def _rows(self, progress: Progress) -> list[tuple[str, Text]]:
         metrics = progress.metrics
         rows = []
-        if progress.reward.points:
+        if progress.reward_ends is not None:
             course = progress.reward.cut(_COURSE)
             text = Text(f"{progress.recent['reward']:.3f}  ")
             text.append(sparkline(course), style="green")
-            text.append(f"  from {progress.first_reward:.3f}", style="dim")
+            text.append(f"  from {progress.reward_ends[0]:.3f}", style="dim")
             rows.append(("reward", text))
         if progress.evaluations:
             rows.append(("held out", _evaluations(progress)))

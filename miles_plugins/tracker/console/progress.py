@@ -6,7 +6,7 @@ Only bookkeeping, in constant memory; how it looks is `lines` and `panel`.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 _SHARES = ("wait", "train", "publish", "overhead")
 _MEMORY = 0.95  # weight of the past in running means: about the last 20 steps
 _POINTS = 256  # of a course, before neighbours are merged
+_END = 10  # steps at most that a stage's first and last reward are means of, as in report.html
 
 
 class Course:
@@ -65,7 +66,9 @@ class Progress:
         self.step = 0
         self.metrics: dict[str, Any] = {}
         self.reward = Course()
-        self.first_reward: float | None = None
+        self._first_rewards: list[float] = []
+        self._last_rewards: deque[float] = deque(maxlen=_END)
+        self._rewards = 0
         self.recent: dict[str, float] = {}
         self.drops: Counter[str] = Counter()
         self.evaluations: dict[str, list[tuple[int, float | str]]] = {}
@@ -91,6 +94,16 @@ class Progress:
         """Seconds the stage still needs at its recent pace; None before two steps."""
         pace = self.recent.get("pace")
         return None if pace is None else pace * max(0, self.stage_steps - self.stage_step)
+
+    @property
+    def reward_ends(self) -> tuple[float, float] | None:
+        """Mean reward of the stage's first and of its last steps, a quarter of them but no more
+        than ten; None before the first."""
+        if not self._rewards:
+            return None
+        few = max(1, min(_END, self._rewards // 4))
+        last = list(self._last_rewards)[-few:]
+        return sum(self._first_rewards[:few]) / few, sum(last) / few
 
     @property
     def stage_done(self) -> bool:
@@ -124,7 +137,9 @@ class Progress:
         self.stage_steps = int(data.get("steps", self.steps.get(self.stage, 0)))
         self.stage_step = self.step - int(data.get("first", self.step))  # a resume begins inside
         self.metrics, self.recent, self.drops = {}, {}, Counter()
-        self.reward, self.first_reward = Course(), None
+        self.reward, self._rewards = Course(), 0
+        self._first_rewards.clear()
+        self._last_rewards.clear()
         self._stage_began = self._last = time.monotonic()
 
     def _step_finished(self, data: Mapping[str, Any]) -> None:
@@ -140,7 +155,9 @@ class Progress:
         if reward is not None and reward == reward:
             self.reward.add(reward)
             self._remember("reward", reward)
-            self.first_reward = reward if self.first_reward is None else self.first_reward
+            self._rewards += 1
+            self._first_rewards += [reward][: _END - len(self._first_rewards)]
+            self._last_rewards.append(reward)
         for key in _SHARES:
             if (spent := data.get(f"time/{key}_s")) is not None:
                 self._remember(key, spent)

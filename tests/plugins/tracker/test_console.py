@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from miles import ConfigError, Context
 from miles_plugins.tracker.console import Console
-from miles_plugins.tracker.console.lines import count, duration, number, sparkline
+from miles_plugins.tracker.console.lines import count, duration, number, sparkline, summary
 from miles_plugins.tracker.console.progress import Course, Progress
 
 STEP = {
@@ -152,6 +152,19 @@ def test_summary_of_a_resume_with_nothing_left_to_do_says_where_the_run_is(
     tracker.moment("run_started", {"directory": "runs/x", "name": "x", "stages": [], "resumed": 6})
     tracker.moment("run_finished", {"outcome": "finished", "directory": "runs/x", "seconds": 1.0})
     assert capsys.readouterr().out.splitlines()[0] == "run finished after 00:01 at step 6"
+
+
+def test_summary_tells_the_reward_of_a_short_stage_without_lag() -> None:
+    progress = Progress()
+    progress.take("run_started", {"directory": "/runs/x", "stages": ["grpo"]})
+    progress.take("stage_started", {"stage": "grpo", "version": 0, "steps": 24})
+    for step in range(24):
+        progress.take("step_finished", {"step": step + 1, "reward/mean": 0.9 if step > 11 else 0.5})
+    assert "reward in grpo: 0.500 → 0.900" in summary(progress)
+    progress.take("stage_started", {"stage": "more", "version": 24, "steps": 1})
+    assert progress.reward_ends is None and "reward in more" not in summary(progress)
+    progress.take("step_finished", {"step": 25, "reward/mean": 0.25})
+    assert "reward in more: 0.250 → 0.250" in summary(progress)
 
 
 def test_progress_of_a_resumed_stage_begins_inside() -> None:
