@@ -23,6 +23,8 @@ from miles.testing.tito_oracle import Oracle
 
 __all__ = ["Found", "detect", "find", "report"]
 
+_NOT_TRIED = "not tried"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -135,13 +137,22 @@ def _search(handler: Any, oracle: Oracle | None) -> tuple[bool, str]:
     try:
         fault = search(handler, oracle, examples=100)
     except ImportError:
-        return True, f"{'any text':<20}not tried: hypothesis is not installed"
+        return (
+            True,
+            f"{'any text':<20}{_NOT_TRIED}: hypothesis is not installed: pip install hypothesis",
+        )
     return not fault, f"{'any text':<20}{fault or 'ok'}"
 
 
 def _told(head: list[str], words: Sequence[tuple[bool, str]]) -> tuple[bool, list[str]]:
     bad = sum(not good for good, _ in words)
-    end = f"{bad} of {len(words)} are wrong" if bad else f"good: all {len(words)}"
+    untried = sum(_NOT_TRIED in text for _, text in words)
+    good = (
+        f"good: {len(words) - untried}, {untried} not tried"
+        if untried
+        else f"good: all {len(words)}"
+    )
+    end = f"{bad} of {len(words)} are wrong" if bad else good
     return not bad, [*head, *(f"  {text}" for _, text in words), end]
 
 

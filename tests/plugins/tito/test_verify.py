@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -144,6 +145,15 @@ def test_command_reports_each_talk_and_marks_surrogates(tmp_path, capsys):
     assert "reasoning_dropped   ok: 3 turns" in out and "2 kept that it would take back" in out
     assert "cut anywhere        ok" in out and "any text            ok" in out
     assert out.endswith("good: all 14\n")
+
+
+def test_command_does_not_count_as_good_what_it_did_not_try(tmp_path, capsys, monkeypatch):
+    directory = bytes_checkpoint(tmp_path, Glm4, "glm/GLM-4.6", model_type="glm4_moe")
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    assert main(["tito", "verify", "--model", str(directory)]) == 0
+    out = capsys.readouterr().out
+    assert "any text            not tried: hypothesis is not installed: pip install" in out
+    assert out.endswith("good: 13, 1 not tried\n")
 
 
 def test_command_fails_where_another_template_disagrees(tmp_path, capsys):
