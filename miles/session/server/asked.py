@@ -69,7 +69,7 @@ def judge(
             )
         rule = only[name]
         if not any(type(value) is type(good) and value == good for good in rule.values):
-            shown = ", ".join(str(v) for v in rule.values) or "null"
+            shown = ", ".join(str(v) or '""' for v in rule.values) or "null"
             raise UnsupportedRequest(
                 f"{api}: {name}={_short(value)} cannot be honoured, only {shown}; {rule.instead}"
             )

@@ -148,6 +148,11 @@ def test_a_body_without_end_is_a_413(talk):
     ("api", "changes", "said"),
     [
         ("chat/completions", {"n": 2}, "n=2 cannot be honoured"),
+        (
+            "chat/completions",
+            {"stop": ["a"]},
+            "stop=['a'] cannot be honoured, only [], \"\"; a turn",
+        ),
         ("chat/completions", {"n": True}, "n=True"),
         ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
