@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +83,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)  # an agent may have stopped its parent
     try:
         async with asyncio.timeout(_STOP_S):
             await process.wait()
     except TimeoutError:
         process.kill()
-        await process.wait()
+        with suppress(TimeoutError):  # what outlives it may hold its pipes
+            async with asyncio.timeout(1.0):
+                await process.wait()
