@@ -79,7 +79,9 @@ def linear(
     at, how = _first_difference(stored, given, differ)
     if at == len(stored):
         return Place(tip, given[at:])
-    if at >= before and len(given) > before:
+    # a reply in other words is no retry: the sampled one would be lost, and who knows why
+    respelled = at == len(stored) - 1 < len(given) and given[at].get("role") == "assistant"
+    if at >= before and len(given) > before and not respelled:
         return Place(tip.parent, given[before:], tip)
     raise HistoryMismatch(
         f"messages[{at}]: {how}; a request must continue the {len(stored)} recorded messages, or "

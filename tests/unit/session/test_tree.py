@@ -167,6 +167,16 @@ def test_linear_refuses_anything_deeper_and_says_which_message_differs_and_how()
     assert talk.turns == 2
 
 
+def test_linear_refuses_the_last_reply_in_other_words_instead_of_losing_it():
+    talk = session()
+    say(talk, [user("a")], "hello")
+    with pytest.raises(HistoryMismatch, match=r"messages\[1\]: content is 'hello ', recorded was"):
+        talk.prompt([user("a"), assistant("hello "), user("b")])
+    assert (talk.turns, talk.counters.rollbacks) == (1, 0)
+    retry, _ = say(talk, [user("a")], "again")
+    assert retry.replaces == 0
+
+
 def test_linear_refuses_other_tools_in_a_later_turn():
     talk = session()
     _, one = say(talk, [user("a")], "first", tools=TOOLS)
