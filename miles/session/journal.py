@@ -17,6 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,6 +35,7 @@ __all__ = ["Journal"]
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<II")  # bytes of the payload, its CRC-32
 _SUFFIX = ".journal"
+_COUNTED = {one.name for one in fields(Counters)}  # other versions may count other things
 _BYTES = "\0bytes"  # key under which bytes inside messages are written
 
 
@@ -229,7 +231,7 @@ def _restore(session: Session, record: Any) -> bool:
     """Do again what a record says; False when it does not fit what came before it."""
     if isinstance(record, _Opened):
         return False
-    counters = Counters(**record.counters)
+    counters = Counters(**{k: n for k, n in record.counters.items() if k in _COUNTED})
     if isinstance(record, _Marked):
         session.counters = counters
         session.mark(record.what, record.value)

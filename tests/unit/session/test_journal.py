@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from miles import JournalError, MilesError, SessionKeys, TokenMismatch
 from miles.session import Session
 from miles.session.journal import Journal
+from miles.session.turns import Counters
 from tests.unit.session.talk import TITO, TOOLS, completion, same_samples, session, user
 
 
@@ -157,6 +158,22 @@ def test_torn_end_is_said_and_a_file_without_a_beginning_is_set_aside(tmp_path, 
     assert "s%2F1.journal" in caplog.text
     assert (tmp_path / "other.damaged").read_bytes() == b"nonsense"
     assert journal.replay(build())[0].id == "s/1"
+
+
+def test_counts_that_this_version_does_not_know_are_left_out(tmp_path):
+    class Newer(Counters):
+        def plain(self):
+            return {**super().plain(), "novel": 1}
+
+    journal, talk, _ = recorded(tmp_path)
+    for words in ("one", "two"):
+        talk.counters = Newer(turns=talk.counters.turns)
+        talk.commit(talk.prompt([user(words)], append=True), completion("yes"))
+    journal.close()
+    again = Journal(tmp_path)
+    (found,) = again.replay(build())
+    assert (found.turns, found.counters.turns) == (2, 2)
+    again.close()
 
 
 def test_directory_belongs_to_one_process(tmp_path):
