@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,29 @@ class Harness:
         script = directory / "ask_once.py"
         script.write_text(_EXAMPLE)
         return {"command": ["python3", str(script)], "calculator": {"calls": [1]}}
+
+    @classmethod
+    def check(cls, config: Config, planned: Any) -> Sequence[str]:
+        """A program that is nowhere on the path that the command would have."""
+        program = config.command[0] if config.command else ""
+        if not program or "{" in program:
+            return []
+        if "/" in program and not program.startswith("/"):
+            return [] if (Path(config.cwd).expanduser() / program).is_file() else [_absent(program)]
+        inherited = os.environ.get("PATH") if "PATH" in config.pass_env else None
+        path = config.env.get("PATH", inherited or os.defpath)
+        return [] if shutil.which(program, path=path) else [_absent(program)]
+
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
+        """Files that the command would look for in the empty folder it begins in."""
+        here = [w for w in config.command[1:] if not os.path.isabs(w) and Path(w).is_file()]
+        if config.cwd or not here:
+            return []
+        return [
+            f"{_WHERE}: command: {', '.join(map(repr, here))} is a file here, but each attempt "
+            "begins in an empty folder; set environment.cwd=. or give the whole path"
+        ]
 
     def __init__(self, config: Config, context: Context) -> None:
         if not config.command and config.agent not in context.agents:
@@ -289,6 +313,10 @@ class Harness:
             text, messages = str(reply.message.get("content") or ""), []
         reward, metrics = await self._worth(task, text if self._score else 0.0)
         return conversation.trajectory(reward=reward, metrics=metrics)
+
+
+def _absent(program: str) -> str:
+    return f"command: there is no program {program!r}; give its whole path, or set env.PATH"
 
 
 def _filled(word: str, told: Mapping[str, str]) -> str:

@@ -216,6 +216,33 @@ def test_command_that_is_not_there_says_so():
     assert "exited with 127: no-such-agent: No such file" in caught.value.detail
 
 
+def test_check_refuses_a_program_that_is_nowhere(tmp_path, monkeypatch):
+    def faults(*command, **config):
+        return Harness.check(Harness.Config(command=command, **config), None)
+
+    assert "there is no program 'no-such-program'" in faults("no-such-program")[0]
+    assert "there is no program './agent.sh'" in faults("./agent.sh", cwd=str(tmp_path))[0]
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "agent.sh").chmod(0o755)
+    assert not faults("./agent.sh", cwd=str(tmp_path))
+    assert not faults("agent.sh", env={"PATH": str(tmp_path)})
+    assert not faults(sys.executable) and not faults("{task_file}") and not faults()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not faults("agent.sh") and faults("agent.sh", pass_env=())
+
+
+def test_check_warns_of_a_script_that_an_empty_folder_does_not_have(tmp_path, monkeypatch):
+    def warnings(*command, **config):
+        return Harness.warnings(Harness.Config(command=command, **config), None)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").touch()
+    said = warnings("python3", "agent.py", "--url", "{base_url}")
+    assert "'agent.py' is a file here" in said[0] and "environment.cwd=." in said[0]
+    assert not warnings("python3", "agent.py", cwd=".")
+    assert not warnings("python3", str(tmp_path / "agent.py")) and not warnings("python3")
+
+
 def test_endless_output_is_kept_to_its_end():
     source = ASK + "\nfor _ in range(200): print('y' * 9999)\nprint(42)"
     environment = make(command=python(source), reward="regex", pattern="^(42)$")
