@@ -180,7 +180,7 @@ def main() -> None:
         try:
             value = float(REWARDS[job["reward"]](job["text"], task, **job["options"]))
             answer = {"value": value}
-        except Exception as error:  # noqa: BLE001 - the boundary; the driver raises it again
+        except Exception as error:  # noqa: BLE001 - the boundary; who asked raises it again
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.alarm(0)
         print(json.dumps(answer), file=out, flush=True)
