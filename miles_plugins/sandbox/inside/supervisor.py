@@ -112,7 +112,7 @@ class Supervisor:
         if self.memory or self.files:
             due.append(self.watched_at + WATCH_S)
         soon = min(due, default=float("inf")) - time.monotonic()
-        return None if soon == float("inf") else max(0.0, soon) * 1000 + 1
+        return None if soon == float("inf") else min(max(0.0, soon), 3600) * 1000 + 1
 
     # ---- the channel
 

@@ -427,6 +427,11 @@ def test_none_halts_its_own_processes_alone(tmp_path: Path) -> None:
         other.wait()
 
 
+def test_none_takes_any_time_limit(tmp_path: Path) -> None:
+    said = in_box(tmp_path, lambda box: box.exec("sleep 0.1; echo alive", timeout=1e9))
+    assert said.stdout == "alive\n"
+
+
 def test_none_removes_no_more_than_the_box(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
