@@ -336,11 +336,12 @@ def _card(line: Line) -> str:
     head = f"step {line.get('step')} · {line.get('stage', '')} · reward {reward}"
     if task.get("answer") is not None:
         head += f" · answer {task['answer']}"
-    prompt = _prompt(task.get("prompt", ""))
-    return (
-        f"<article><small>{escape(head)}</small>"
-        f"<pre>{escape(prompt)}<mark>{escape(str(line.get('text', '')))}</mark></pre></article>"
+    said = (
+        f"{escape(_prompt(task.get('prompt', '')))}<mark>{escape(str(line.get('text', '')))}</mark>"
     )
+    if line.get("conversation"):  # several turns, as the model saw and wrote them
+        said = escape(str(line["conversation"]))
+    return f"<article><small>{escape(head)}</small><pre>{said}</pre></article>"
 
 
 def _prompt(prompt: Any) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
@@ -301,6 +302,9 @@ class Stage:
             "text": best.text,
             "reward": best.reward,
         }
+        whole = max(best.samples, key=lambda sample: len(sample.tokens))
+        if np.count_nonzero(np.diff(whole.sampled.astype(np.int8)) > 0) > 1:  # several turns
+            line["conversation"] = self.tito.decode(whole.tokens)
         with (self.shared.directory / "samples.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -45,5 +46,7 @@ def test_calculator_agent_plays_turns_without_a_token_mismatch(
     page = (ran.directory / "report.html").read_text()
     for words in ("turns", "token mismatches", "tool errors", "prefix-cache hits"):
         assert f"<small>{words}</small>" in page
+    kept = [json.loads(x) for x in (ran.directory / "samples.jsonl").read_text().splitlines()]
+    assert any("tool" in line.get("conversation", "") for line in kept)
     said = (ran.directory / "logs" / "rollout.log").read_text()
     assert said.count("demonstrated tool calls") + said.count("demonstrations are replayed") == 1

@@ -88,6 +88,14 @@ def page(directory: Path) -> str:
     return text
 
 
+def test_report_shows_all_turns_of_a_sample(tmp_path: Path) -> None:
+    directory = make_run(tmp_path)
+    sample = {"step": 25, "task": {"prompt": "1+1="}, "text": "2", "reward": 1.0}
+    sample["conversation"] = "<|user|>1+1=<|assistant|>python(1+1)<|tool|>2<|assistant|>2"
+    (directory / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    assert "&lt;|assistant|&gt;python(1+1)&lt;|tool|&gt;2" in page(directory)
+
+
 def test_report_shows_everything_that_is_known(tmp_path: Path) -> None:
     text = page(make_run(tmp_path))
     assert "sft 60/60 → grpo 30/30" in text
