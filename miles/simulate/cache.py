@@ -46,7 +46,10 @@ class PrefixCache:
 
     def shrink(self, limit: int) -> None:
         """Give up pages until no more than `limit` tokens are held."""
-        while self.tokens > max(0, limit):
+        if self.tokens <= limit:
+            return
+        limit = max(0, limit)
+        while self.tokens > limit:
             key, held = next(iter(self._held.items()))
             kept = self._whole(max(0, held - (self.tokens - limit)))
             self.tokens -= held - kept

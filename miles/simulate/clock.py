@@ -164,8 +164,9 @@ class VirtualLoop(_Loop):
         ready = self._ready
         if not ready:
             self._advance()
+        following = ready.popleft
         while ready and not self._stopping:
-            handle = ready.popleft()
+            handle = following()
             if handle.dead:
                 continue
             if handle.context is None:

@@ -182,7 +182,7 @@ def _one(base: Case, play: Callable[[Case], Result], timeline: Path | None) -> i
     return 0
 
 
-_HEAD = ("", "median", "p90", "trainer", "engines", "staleness", "cache", "tokens/s trained")
+_HEAD = ("", "mean", "median", "p90", "trainer", "engines", "staleness", "cache", "trained/s")
 
 
 def _row(outcome: Outcome) -> Sequence[str]:
@@ -192,6 +192,7 @@ def _row(outcome: Outcome) -> Sequence[str]:
     lags = [lag for step in result.steady for lag in step.lags]
     return (
         outcome.words,
+        f"{result.mean_s:.1f} s",
         f"{result.median_s:.1f} s",
         f"{result.p90_s:.1f} s",
         f"{result.shares('trainer').get('busy', 0):.0%} busy",
@@ -221,8 +222,8 @@ def _sweep(base: Case, axes: Mapping[str, Sequence[str]], play: Callable[[Case],
 
 def _format(cells: Sequence[str]) -> str:
     if len(cells) == 2:
-        return f"{cells[0]:<44} {cells[1]}"
-    return f"{cells[0]:<44}" + "".join(f"{cell:>12}" for cell in cells[1:])
+        return f"{cells[0]:<36} {cells[1]}"
+    return f"{cells[0]:<36}" + "".join(f"{cell:>12}" for cell in cells[1:])
 
 
 def _sensitivity(base: Case, factor: float, play: Callable[[Case], Result]) -> int:
@@ -230,21 +231,18 @@ def _sensitivity(base: Case, factor: float, play: Callable[[Case], Result]) -> i
 
     if not factor > 1:
         raise ConfigError(f"--sensitivity: {factor:g} is not above 1")
-    before = play(base).median_s
-    print(f"median step {before:.1f} s; with one number at a time divided and multiplied by "
-          f"{factor:g}:")  # fmt: skip
-    rows = []
+    before = play(base).mean_s
+    print(
+        f"mean step {before:.1f} s; with one number at a time divided and multiplied by {factor:g}:"
+    )
+    sizes = []
     for name, value, found in sensitivity(base, factor, play):
-        changes = {
-            k: r if isinstance(r, str) else f"{r.median_s:.1f} s ({r.median_s / before - 1:+.1%})"
-            for k, r in found.items()
-        }
-        size = max(
-            (abs(r.median_s / before - 1) for r in found.values() if not isinstance(r, str)),
-            default=0.0,
-        )
-        rows.append((size, f"{name:<44}{value:>14g}   / {changes['/']:<24} * {changes['*']}"))
-    print(*(row for _, row in sorted(rows, key=lambda r: -r[0])), sep="\n")
+        steps = {k: r.mean_s / before - 1 for k, r in found.items() if not isinstance(r, str)}
+        said = {k: f"{steps[k]:+.1%}" if k in steps else str(r) for k, r in found.items()}
+        sizes.append((max(map(abs, steps.values()), default=0.0), name))
+        print(f"{name:<44}{value:>14g}   / {said['/']:>8}   * {said['*']:>8}", flush=True)
+    most = ", ".join(f"{name} ({size:.0%})" for size, name in sorted(sizes, reverse=True)[:6])
+    print(f"what matters most: {most}")
     return 0
 
 

@@ -64,7 +64,12 @@ def draw(what: Distribution) -> Draw:
     if what.kind == "constant":
         fixed = min(max(what.mean, low), high)
         return lambda rng: fixed
-    return lambda rng: min(max(made(rng), low), high)
+
+    def clamped(rng: Random) -> float:
+        value = made(rng)
+        return low if value < low else high if value > high else value
+
+    return clamped
 
 
 def _family(what: Distribution) -> Draw:

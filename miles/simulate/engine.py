@@ -79,8 +79,6 @@ class ModelledEngine:
 
     async def generate(self, request: Any) -> Completion:
         """Answer after the modelled time. Raises `EngineError` when dead, or too long."""
-        if self.keys.request_s:
-            await asyncio.sleep(self.keys.request_s)
         if self.dead:
             raise EngineError(f"engine {self.name}: {self.dead}")
         job = Job(request, self._loop.create_future())
@@ -268,10 +266,12 @@ class ModelledEngine:
                 rate *= keys.decode_during_prefill
             self._decode_rate = rate
             if rate:
-                soonest = min(soonest, (heap[0][0] - self._clock) / rate)
+                ends = (heap[0][0] - self._clock) / rate
+                if ends < soonest:
+                    soonest = ends
         if soonest == float("inf"):
             return None
-        return self._call_at(self._at + max(soonest, 0.0), self._event)
+        return self._call_at(self._at + soonest if soonest > 0 else self._at, self._event)
 
     def _event(self) -> None:
         self._timer = None
@@ -314,7 +314,7 @@ class ModelledEngine:
     def _decode(self, job: Job) -> None:
         """Its prompt is computed: it joins the batch."""
         request = job.request
-        if request.shared:
+        if request.shared > job.cached:
             self.cache.put(request.group, request.shared)
             self.cache.shrink(self.keys.kv_tokens - self._used)
         job.state, job.start = DECODES, self._clock
@@ -334,6 +334,10 @@ class ModelledEngine:
 
     def _count(self, job: Job, start: float, done: int) -> None:
         """Add `done` tokens since the token clock `start` to its spans, by version."""
+        history = self._history
+        if not job.spans and done and history and history[-1][0] <= start:  # no load since
+            job.spans.append((done, history[-1][1]))
+            return
         at = bisect_right(self._history, (start, 1 << 60)) - 1
         told = 0
         for index in range(max(at, 0), len(self._history)):

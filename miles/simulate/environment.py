@@ -50,6 +50,7 @@ class ModelledEnvironment:
         self._affinity = keys.engine.affinity
         self._faults = keys.faults
         self._keys = own
+        self._request_s = keys.engine.request_s
         self._seed = seed
         self._max_turns = max_turns
         self._recorded = _recorded(Path(own.trajectories)) if own.trajectories else []
@@ -94,7 +95,7 @@ class ModelledEnvironment:
         size, observation, delay = self._size, self._observation, self._delay
         added, planned = int(task.data["prompt"]), []
         for _ in range(min(self._max_turns, max(1, round(turns)))):
-            planned.append((added, max(1, round(size(rng))), delay(rng)))
+            planned.append((added, round(size(rng)) or 1, delay(rng)))
             added = round(observation(rng))
         return planned
 
@@ -119,9 +120,9 @@ class ModelledEnvironment:
                 raise GenerationAborted(f"trajectory {tools.id}: turn {index} was aborted")
             _add(pieces, completion.spans)
             prompt, sampled, taken = prompt + size, sampled + size, taken + 1
-            if delay and index + 1 < len(turns):
-                await asyncio.sleep(delay)
-        await asyncio.sleep(self._reward(rng))
+            if index + 1 < len(turns):
+                await asyncio.sleep(delay + self._request_s)
+        await asyncio.sleep(self._reward(rng) + self._request_s)
         sample = Sample(
             tokens=blank(sampled), sampled=_true(sampled), trainable=_true(sampled),
             logprobs=None, spans=laid(pieces), finish="stop",

@@ -78,6 +78,11 @@ class Result:
         return median(s.seconds for s in self.steady)
 
     @property
+    def mean_s(self) -> float:
+        """Mean seconds of the same: an hour divided by it is the steps that an hour makes."""
+        return mean(s.seconds for s in self.steady)
+
+    @property
     def p90_s(self) -> float:
         """The 90th percentile of the same."""
         return quantile([s.seconds for s in self.steady], 0.9)
@@ -120,7 +125,8 @@ def lines(result: Result) -> list[str]:
     counted = ", ".join(f"{n} {lag}" for lag, n in _histogram(lags)) or "none"
     dropped = ", ".join(f"{why} {n}" for why, n in sorted(result.dropped.items())) or "none"
     found = [
-        f"step time        median {result.median_s:.1f} s, 90th percentile {result.p90_s:.1f} s "
+        f"step time        median {result.median_s:.1f} s, mean {result.mean_s:.1f} s, 90th "
+        f"percentile {result.p90_s:.1f} s "
         f"({len(result.steps)} steps, {result.seconds / 3600:.2f} h)",
         f"of a step        {train:.1f} s training, {wait:.1f} s waiting for groups, on average",
         f"trainer          {_shared(result.shares('trainer'))}",
