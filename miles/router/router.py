@@ -20,7 +20,7 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from miles.errors import ConfigError, EngineError, MilesError, RoutingError, WorkerError
+from miles.errors import ConfigError, EngineError, RoutingError, WorkerError
 from miles.router.accounts import ACTIVE, Account, Accounts, summarize
 from miles.router.bindings import Binding, Bindings, InFlight, place
 from miles.router.upstream import Upstream, Wait
@@ -236,7 +236,7 @@ class Router:
             if wrong:
                 self._watch.drain(upstream, f"it failed {what}, and {wrong} ({_words(error)})")
             elif not upstream.drained and not self._relapsed(upstream, key):
-                if isinstance(error, MilesError):
+                if isinstance(error, EngineError):  # a `WorkerError` would end the run
                     raise error
                 raise self._unserved(upstream, what, error, "it says that it is well") from error
         if final:
