@@ -204,11 +204,13 @@ class Buffer:
         """End groups in flight that can no longer be fresh enough: their oldest token may be of the
         version that was published as they began."""
         for group, began in self._began.items():
-            if self.trainer_version - began > self.max_lag and group not in self._doomed:
-                if (cancel := self._cancels.get(group)) is not None:
-                    self._doomed.add(group)
-                    self._retry(self._leases[group].task)
-                    cancel()
+            cancel = self._cancels.get(group)
+            if self.trainer_version - began <= self.max_lag or cancel is None:
+                continue
+            if group not in self._doomed:
+                self._doomed.add(group)
+                self._retry(self._leases[group].task)
+                cancel()
 
     def doomed(self, group: int) -> Drop | None:
         """Why a group that was cancelled is dropped; None when it was not this buffer's doing."""

@@ -237,6 +237,10 @@ def _own_checks(planned: Planned, registry: Registry) -> list[str]:
         component = registry.component(spec.kind, spec.name)
         if spec.kind == "engine" and spec.config.get("workers", 1) < 1:
             faults.append(f"engine.workers: {spec.config['workers']} is less than 1")
+        in_rollouts = getattr(component, "process", "worker") == "rollout"
+        if spec.kind == "engine" and planned.samples and in_rollouts:
+            what = "samples in rollout workers, where no transport brings weights"
+            faults.append(f"engine {spec.name!r} {what}")
         if spec.kind not in BUILT:
             lacks = conformance.component_faults(spec.kind, component)
             if lacks:

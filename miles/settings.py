@@ -42,6 +42,9 @@ class SessionKeys:
     client_sampling: Literal["refuse", "ignore", "honour"] = "refuse"
     """What becomes of an agent's own temperature, top_p or top_k where it is not the run's: a 400
     that says so, nothing, or it is sampled by (which training then has to correct for)."""
+    experts: bool = False
+    """Ask engines for the experts that they chose, to replay them; an engine that cannot tell
+    refuses."""
     idle_s: float = 3600.0
     """Seconds without a request after which a session expires."""
     max_sessions: int = 4096

@@ -43,7 +43,8 @@ async def turn(
     `on_tokens` is called with (new tokens,) int32 as they are decoded, or once with all where the
     engine has no `stream`. `demonstration` gives what turn n is to say, to an engine that replays.
     `timeout_s` is how long the engine may take, without it `session.upstream_timeout_s`; 0 leaves
-    it to the deadline of whoever waits. `want_experts` asks for the routing to replay.
+    it to the deadline of whoever waits. `want_experts` asks for the routing to replay,
+    as `session.experts` does in every turn.
 
     Raises what `Session.prompt` and `Session.commit` raise, and `EngineError` also when the engine
     takes too long. Whatever is raised, cancellation included, the session is as it was before. When
@@ -60,7 +61,7 @@ async def turn(
             seed=derive_seed(seed, prompt.index),
             demonstration=None if demonstration is None else demonstration(prompt.index),
             images=prompt.images,
-            want_experts=want_experts,
+            want_experts=want_experts or session.rules.experts,
         )
         limit = session.rules.upstream_timeout_s if timeout_s is None else timeout_s
         if limit or on_tokens is not None:

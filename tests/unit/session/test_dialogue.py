@@ -77,6 +77,13 @@ def test_turn_asks_with_the_sessions_key_seed_tokens_and_what_room_there_is():
     assert talk.turns == 1
 
 
+def test_turn_asks_for_experts_when_the_session_wants_them():
+    for wanted in (False, True):
+        talk, engine = session(experts=wanted), Engine(completion("hi"))
+        asyncio.run(ask(talk, engine))
+        assert engine.asked[0].want_experts is wanted
+
+
 def test_stop_ids_are_the_handlers_unless_the_sampling_brings_its_own():
     assert with_stop_ids(Sampling(), TITO).stop_ids == TITO.stop_ids
     assert with_stop_ids(Sampling(stop_ids=(7,)), TITO).stop_ids == (7,)
