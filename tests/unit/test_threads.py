@@ -59,3 +59,21 @@ def test_process_exits_without_a_thread_that_was_given_up() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "given up\n", "")
+
+
+def test_in_thread_uses_a_thread_again_but_not_one_that_is_stuck() -> None:
+    async def main() -> list[int]:
+        async def ask(seconds: float = 0.0, timeout_s: float = 5) -> int:
+            def call() -> int:
+                time.sleep(seconds)
+                return threading.get_ident()
+
+            return await in_thread(call, name="sums", timeout_s=timeout_s)
+
+        first, second = await ask(), await ask()
+        with pytest.raises(TimeoutError):
+            await ask(0.5, 0.02)
+        return [first, second, await ask()]
+
+    first, second, after = asyncio.run(main())
+    assert first == second != after
