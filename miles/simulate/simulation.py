@@ -321,6 +321,12 @@ def build(
         made.selector = registry.build(stage.specs["selector"], context)
         if (evaluator := stage.specs["evaluator"]) is not None:
             made.evaluator = registry.build(evaluator, context)
+            if (place := getattr(made.evaluator, "place", "rollout")) != "rollout":
+                raise ConfigError(
+                    f"stage {stage.name}: evaluator {evaluator.name!r} scores in place "
+                    f"{place!r}, of which there is no model; simulate with one that scores on the "
+                    "rollout engines, or with evaluator=null"
+                )
     except OSError as error:
         raise ConfigError(
             f"stage {stage.name}: selector or evaluator needs a run's directory: {error}"
