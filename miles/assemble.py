@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from miles import here
 from miles.batch import Receipt
 from miles.buffer import Buffer
 from miles.engines import Engines
@@ -24,6 +25,7 @@ from miles.placement import Colocated, Placement, Split
 from miles.pool import Pool
 from miles.protocols import Context, Handle, Spec
 from miles.remote import RemoteTrainer
+from miles.rollouts import Rollouts
 from miles.settings import Settings
 from miles.stage import Shared, Stage
 from miles.weights import Weights
@@ -190,6 +192,9 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         engine = tasks.create_task(_place_engine(stage, planned, context))
         workers = [tasks.create_task(_worker(stage.shared, r, parts, context, 1)) for r in roles]
     max_len = engine.result()
+    handles = [worker.result() for worker in workers]
+    if not handles:
+        handles = [await _play_here(stage, own, context)]
 
     async def connect(handle: Handle) -> Handle:
         doors = [] if stage.engines is None else stage.engines.doors
@@ -206,12 +211,23 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         return new
 
     stage.pool = Pool(
-        await asyncio.gather(*(connect(worker.result()) for worker in workers)),
-        restart=restart,
+        await asyncio.gather(*(connect(handle) for handle in handles)),
+        restart=restart if workers else here.restart,
         episode_timeout_s=stage.settings.episode_timeout_s,
         worker_timeout_s=stage.settings.worker_timeout_s,
         max_restarts=stage.settings.max_restarts,
     )
+
+
+async def _play_here(stage: Stage, own: Mapping[str, Any], context: Context) -> here.Here:
+    """Rollouts in the driver, of components that it has anyway."""
+    await stage.shared.end_rollouts()
+    parts = {"environment": context.environment, "tito": context.tito, "sandbox": context.sandbox}
+    parts |= {f"environment:{name}": part for name, part in context.environments.items()}
+    if not stage.samples:
+        parts["engine"] = stage.shared.registry.build(own["engine"], context)
+    stage.shared.here = here.Here(Rollouts(parts, context))
+    return stage.shared.here
 
 
 async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) -> int | None:

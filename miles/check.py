@@ -131,7 +131,7 @@ def _stage(
 _AT_LEAST: Mapping[str, float] = {
     "steps": 0, "groups_per_step": 1, "samples_per_group": 1, "max_lag": 0, "oversample": 0,
     "capacity_factor": 1, "publish_every": 1, "checkpoint_every": 0, "keep_checkpoints": 0,
-    "eval_every": 0, "max_turns": 1, "top_k": 0, "max_new_tokens": 1, "rollout_workers": 1,
+    "eval_every": 0, "max_turns": 1, "top_k": 0, "max_new_tokens": 1, "rollout_workers": 0,
     "max_restarts": 0, "session.max_sessions": 1, "session.max_turns": 1, "session.max_tokens": 0,
     "session.upstream_timeout_s": 0, "session.port": 0,
 }  # fmt: skip

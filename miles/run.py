@@ -156,6 +156,7 @@ class _Run:
         except BaseExceptionGroup as group:
             raise _first(group) from group
         finally:
+            await shared.end_rollouts()
             await runtime.stop()
             shared.ledger.close()
             end = {

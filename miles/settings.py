@@ -123,7 +123,8 @@ class Settings:
     worker_timeout_s: float = 1800.0
     """Seconds one call to a worker may take: a trainer step, a save, a publish."""
     rollout_workers: int = 1
-    """Processes that play episodes and hold conversations."""
+    """Processes that play episodes and hold conversations; 0 does it in the driver, which spares
+    CPU where episodes are short, and can end no episode that blocks."""
     max_restarts: int = 3
     """Workers that died or hung and are started again, before the run gives up."""
     episode_timeout_s: float = 300.0

@@ -9,7 +9,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,14 @@ from miles.engines import Engines
 from miles.errors import BadReward, EngineError, RoutingError, RunError, WorkerError
 from miles.eval_fleet import EvalFleet
 from miles.evaluations import Evaluations, Watched
-from miles.ledger import Ledger
 from miles.measure import Measure
 from miles.placement import Placement
 from miles.pool import Pool
 from miles.probe import probe, wants_probe
-from miles.protocols import Handle
 from miles.remote import RemoteTrainer
 from miles.settings import Settings
+from miles.shared import Shared
 from miles.threads import in_thread
-from miles.tracking import Tracking
 from miles.types import Array, Drop, Group, Sampling, Task
 from miles.weights import Weights
 
@@ -43,29 +41,6 @@ log = logging.getLogger(__name__)
 _HOPELESS = 20  # steps' worth of groups that fail in a row before the run gives up
 _OF_ENGINES = (EngineError.reason, RoutingError.reason)
 _SAMPLE_EVERY = 25  # steps between texts kept for people to read
-
-
-@dataclass(slots=True)
-class Shared:
-    """What outlives a stage: processes, trackers, the ledger, and where the run stands."""
-
-    directory: Path
-    registry: Any
-    runtime: Any
-    ledger: Ledger
-    tracking: Tracking
-    config: Mapping[str, Any]
-    """Resolved configuration of all stages, for checkpoints."""
-    version: int = 0
-    """Trainer steps since the run began."""
-    next_group: int = 0
-    """Id of the next group."""
-    evaluated: int = -1
-    """Last version that was scored."""
-    handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
-    """Running workers by role, with what they were built for."""
-    engines: Engines | None = None
-    """Engine workers, once there are any."""
 
 
 class Stage:

@@ -51,7 +51,7 @@ def test_default_run_and_every_setting_of_it_are_good():
         ({"temperature": float("nan")}, "temperature: nan is not above 0"),
         ({"starved_after_s": 0.0}, "starved_after_s: 0.0 is not above 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0 is less than 1"),
-        ({"rollout_workers": 0}, "rollout_workers: 0 is less than 1"),
+        ({"rollout_workers": -1}, "rollout_workers: -1 is less than 0"),
         ({"max_restarts": -1}, "max_restarts: -1 is less than 0"),
         ({"session": SessionKeys(max_turns=0)}, "session.max_turns: 0 is less than 1"),
         ({"session": SessionKeys(max_sessions=0)}, "session.max_sessions: 0 is less than 1"),

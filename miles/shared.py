@@ -1,0 +1,51 @@
+"""What outlives the stages of a run: processes, trackers, the ledger, and where the run stands.
+
+Data, and the ending of rollouts that have no process of their own; what a stage does with it is
+`miles.stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from miles.engines import Engines
+from miles.here import Here
+from miles.ledger import Ledger
+from miles.protocols import Handle
+from miles.tracking import Tracking
+
+__all__ = ["Shared"]
+
+
+@dataclass(slots=True)
+class Shared:
+    """What outlives a stage: processes, trackers, the ledger, and where the run stands."""
+
+    directory: Path
+    registry: Any
+    runtime: Any
+    ledger: Ledger
+    tracking: Tracking
+    config: Mapping[str, Any]
+    """Resolved configuration of all stages, for checkpoints."""
+    version: int = 0
+    """Trainer steps since the run began."""
+    next_group: int = 0
+    """Id of the next group."""
+    evaluated: int = -1
+    """Last version that was scored."""
+    handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
+    """Running workers by role, with what they were built for."""
+    engines: Engines | None = None
+    """Engine workers, once there are any."""
+    here: Here | None = None
+    """Rollouts in the driver, where there are no workers for them."""
+
+    async def end_rollouts(self) -> None:
+        """Close what rollouts in the driver left open."""
+        old, self.here = self.here, None
+        if old is not None:
+            await old.rollouts.end()
