@@ -12,8 +12,9 @@ the same Python function.
 The figure is user plus system CPU seconds of every process of a side from the end of one step to
 the end of the next: sampling, reward, log-probs, loss, backward, optimizer, moving weights and
 each side's own bookkeeping (for miles: driver, trainer and engine processes, with metrics and
-ledger written every step and weights published every step; for TRL: one process, with its logging
-and saving off). Starting up, the first `--warmup` steps and writing checkpoints are outside. The
+ledger written every step and weights published every step; with `--rollout-workers 1` a rollout
+worker as well, as in default runs, which frees the driver for more CPU in all; for TRL: one
+process, with its logging and saving off). Starting up, the first `--warmup` steps and writing checkpoints are outside. The
 sides alternate, and each is the median over its steps.
 
 TRL lives in a virtual environment of its own, made at the first run in `--venv` (or
@@ -131,9 +132,12 @@ def run_trl(
     return [after - before for before, after in pairwise(marks)]
 
 
-def miles_overrides(scratch: Path, model: Path, data: Path, steps: int, name: str) -> list[str]:
+def miles_overrides(
+    scratch: Path, model: Path, data: Path, *, steps: int, name: str, rollout_workers: int
+) -> list[str]:
     """The same work in miles' words."""
     return [
+        f"rollout_workers={rollout_workers}",
         "experiment=grpo",
         f"plugins=[{HERE / 'endless.py'},{HERE / 'clock.py'}]",
         f"run.dir={scratch}",
@@ -165,12 +169,20 @@ def miles_overrides(scratch: Path, model: Path, data: Path, steps: int, name: st
 
 
 def run_miles(
-    scratch: Path, model: Path, texts: Sequence[str], steps: int, name: str
+    scratch: Path,
+    model: Path,
+    texts: Sequence[str],
+    *,
+    steps: int,
+    name: str,
+    rollout_workers: int,
 ) -> list[dict[str, float]]:
     """CPU seconds of each of miles' steps but the first."""
     data = scratch / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": t, "answer": ""}) + "\n" for t in texts))
-    overrides = miles_overrides(scratch, model, data, steps, name)
+    overrides = miles_overrides(
+        scratch, model, data, steps=steps, name=name, rollout_workers=rollout_workers
+    )
     run_quietly([sys.executable, "-m", "miles.cli", "run", *overrides], scratch / f"{name}.log")
     found = clock.costs(clock.read(scratch / name))
     expected = WORK["prompts"] * WORK["samples"] * WORK["new_tokens"]
@@ -196,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
+    words = "miles' rollout workers; 0, the default here, plays in the driver"
+    parser.add_argument("--rollout-workers", type=int, default=0, help=words)
     parser.add_argument("--json", type=Path, help="write the result here as well")
     parser.add_argument("--only", choices=("trl", "miles"), help="measure one side, judge nothing")
     args = parser.parse_args(argv)
@@ -212,7 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if python is not None:
                 trl += run_trl(python, scratch, model, texts, args.steps)[args.warmup :]
             if args.only != "trl":
-                miles += run_miles(scratch, model, texts, args.steps, f"run_{turn}")[args.warmup :]
+                found = run_miles(
+                    scratch,
+                    model,
+                    texts,
+                    steps=args.steps,
+                    name=f"run_{turn}",
+                    rollout_workers=args.rollout_workers,
+                )
+                miles += found[args.warmup :]
     result = summary(trl, miles)
     print(json.dumps(result, indent=2))
     if args.json:
