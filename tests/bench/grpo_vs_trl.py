@@ -14,8 +14,8 @@ the end of the next: sampling, reward, log-probs, loss, backward, optimizer, mov
 each side's own bookkeeping (for miles: driver, trainer and engine processes, with metrics and
 ledger written every step and weights published every step; with `--rollout-workers 1` a rollout
 worker as well, as in default runs, which frees the driver for more CPU in all; for TRL: one
-process, with its logging and saving off). Starting up, the first `--warmup` steps and writing checkpoints are outside. The
-sides alternate, and each is the median over its steps.
+process, with its logging and saving off). Starting up, the first `--warmup` steps and writing
+checkpoints are outside. The sides alternate, and each is the median over its steps.
 
 TRL lives in a virtual environment of its own, made at the first run in `--venv` (or
 `$MILES_BENCH_VENV`, or a cache folder). This is a measurement: it needs a package index the first
