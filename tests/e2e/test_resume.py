@@ -7,7 +7,16 @@ import shutil
 
 import pytest
 
-EXACT = ("loss/", "reward/", "mismatch/", "tokens/", "length/", "groups/trained", "grad_norm", "lr")
+EXACT = (
+    "loss/",
+    "reward/",
+    "mismatch/",
+    "tokens/",
+    "length/mean",
+    "groups/trained",
+    "grad_norm",
+    "lr",
+)
 
 
 def _learned(run, steps):

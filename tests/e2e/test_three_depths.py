@@ -10,6 +10,8 @@ import pytest
 from miles.plugins import Registry
 from miles.testing import contract
 
+pytestmark = pytest.mark.slow
+
 PLUGIN = Path(__file__).parent / "depths.py"
 DEPTHS = {
     "at_episode": ("turns", 2.0),

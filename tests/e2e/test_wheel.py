@@ -63,6 +63,7 @@ def _run(python, *arguments, cwd):
     )
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_packages_and_the_configuration_and_no_tests(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "miles/_conf/config.yaml" in names
@@ -73,6 +74,7 @@ def test_wheel_holds_the_packages_and_the_configuration_and_no_tests(wheel):
     assert [name for name in names if name.endswith("LICENSE")]
 
 
+@pytest.mark.slow
 def test_wheel_is_what_is_imported(python, tmp_path):
     where = _run(python, "site", cwd=tmp_path)
     assert str(ROOT) not in where.stdout
@@ -86,6 +88,7 @@ def test_wheel_is_what_is_imported(python, tmp_path):
     assert done.stdout.startswith(str(python.parent.parent))
 
 
+@pytest.mark.slow
 def test_wheel_lists_plugins_and_checks_the_default_run(python, tmp_path):
     listed = _run(python, "miles.cli", "plugins", "list", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr

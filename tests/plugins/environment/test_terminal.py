@@ -85,13 +85,13 @@ def test_attempt_ends_with_its_turns_and_its_time(tmp_path):
     environment = make(FakeSandbox(), turns=2)
     played = play(environment, "count-words", "echo 1", "echo 2", "echo 3")
     assert (played.turns, results(played)) == (2, ["1"])
-    folder = copy(tmp_path, "count-words", agent="0.6")
+    folder = copy(tmp_path, "count-words", agent="4")
     environment = make(FakeSandbox(), tasks=str(folder.parent))
     began = time.monotonic()
     played = play(environment, "count-words", "sleep 30", "echo late")
-    assert results(played)[0].startswith("error: it took longer than 0.")
+    assert results(played)[0].startswith("error: it took longer than ")
     assert (played.turns, len(results(played))) == (2, 1)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
 
 
 def test_all_boxes_are_closed_and_tests_run_in_a_fresh_one():

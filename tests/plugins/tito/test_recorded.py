@@ -10,6 +10,8 @@ from miles_plugins.tito.families import Nemotron3, Qwen3
 from miles_plugins.tito.generic import Generic
 from tests.plugins.tito.checkpoints import DATA, handler, real_checkpoint, tokenizers
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "qwen3/Qwen-Qwen3-0.6B"
 
 

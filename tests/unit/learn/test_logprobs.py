@@ -125,6 +125,7 @@ def test_token_logprobs_refuse_what_does_not_fit():
         token_logprobs(hidden, head, targets, temperature=0)
 
 
+@pytest.mark.slow
 def test_token_logprobs_take_a_third_of_the_plain_memory():
     """The full size is in `docs/measurements.md`; this one is 1/32 of it with the same
     proportions."""

@@ -45,6 +45,7 @@ def test_simulate_goes_on_for_hours(capsys) -> None:
     assert ", 0.5" in text.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_simulate_sweeps_and_says_which_is_best_and_why(capsys) -> None:
     given = ("simulate.engine.gpus=2", "simulate.trainer.gpus=2", "simulate.trainer.step_s=1")
     text = said(
@@ -57,6 +58,7 @@ def test_simulate_sweeps_and_says_which_is_best_and_why(capsys) -> None:
     assert "as many steps an hour as the base" in best or "no other value" in best
 
 
+@pytest.mark.slow
 def test_simulate_tells_what_matters(capsys) -> None:
     text = said(capsys, *SMALL, "--sensitivity", "2")
     rows = {x.split()[0]: x for x in text.splitlines() if x.startswith(("engine.", "trainer."))}
@@ -97,6 +99,7 @@ def test_check_holds_the_keys_and_run_refuses_what_can_only_be_simulated(capsys)
     assert "simulate.only is true" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_case_study_simulates_and_costs_show(capsys) -> None:
     case = ("experiment=case_glm5_2_744b", "steps=10")
     medians = {}
