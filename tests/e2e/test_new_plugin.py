@@ -114,6 +114,7 @@ def test_new_plugin_is_gone_when_blocked(elsewhere, installed):
     assert "MILES_BLOCK" in listed.stdout + listed.stderr
 
 
+@pytest.mark.slow
 def test_example_plugin_of_the_repository_is_used_the_same_way(elsewhere):
     root = Path(__file__).resolve().parents[2] / "plugins-contrib" / "miles-plugin-example"
     pip = _run(elsewhere, "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", root)

@@ -86,6 +86,7 @@ def test_ranks_that_cannot_meet_say_where(tmp_path):
         ranks.join(around, "cpu")
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_a_host_and_port(tmp_path):
     """As several machines do: rank 0 listens there."""
     with socket.socket() as held:
@@ -95,6 +96,7 @@ def test_ranks_meet_at_a_host_and_port(tmp_path):
     assert both == ["0 of 2: 3.0", "1 of 2: 3.0"]
 
 
+@pytest.mark.slow
 def test_ranks_meet_at_a_file(tmp_path):
     assert meet(f"file://{tmp_path}/meeting") == ["0 of 2: 3.0", "1 of 2: 3.0"]
 
