@@ -21,7 +21,14 @@ from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
 from miles.engines import Engines
-from miles.errors import BadReward, EngineError, RoutingError, RunError, WorkerError
+from miles.errors import (
+    BadReward,
+    EngineError,
+    MilesError,
+    RoutingError,
+    RunError,
+    WorkerError,
+)
 from miles.eval_fleet import EvalFleet
 from miles.evaluations import Evaluations, Watched
 from miles.measure import Measure
@@ -110,7 +117,11 @@ class Stage:
         returned = None
         if self.buffer.free_each_sample and sampling is None:
             returned = partial(self.buffer.returned, lease.id)
-        group = await self.pool.group(lease, samples, sampling, returned=returned, **of)
+        try:
+            group = await self.pool.group(lease, samples, sampling, returned=returned, **of)
+        except MilesError as error:
+            error.add_note(f"task {lease.task.id!r} of environment {self.environment_name!r}")
+            raise
         if group.failure is not None and group.failure.reason in _OF_ENGINES:
             await self.weights.recover()
         return group

@@ -150,13 +150,15 @@ def decode(data: bytes | memoryview) -> Any:
 
 def error_to_wire(error: BaseException) -> list[Any]:
     """An exception as plain values: class name, message, notes, traceback text; whatever it is, it
-    can be sent."""
+    can be sent. Of a group, the first that is in it, with the traceback of all."""
+    text = "".join(traceback.format_exception(error))
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         message = str(error)
     except Exception as fault:  # noqa: BLE001 - its own code failed to put it into words
         message = f"(no message: its __str__ raised {type(fault).__name__})"
     notes = [_sendable(str(note)) for note in getattr(error, "__notes__", ())]
-    text = "".join(traceback.format_exception(error))
     return [type(error).__name__, _sendable(message), notes, _sendable(text)]
 
 

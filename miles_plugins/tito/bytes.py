@@ -127,7 +127,7 @@ class Bytes:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _SPECIAL.values()])
         directory.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": _SPECIAL[TURN_END],

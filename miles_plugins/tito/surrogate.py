@@ -45,7 +45,7 @@ def _extend(
     marks = [token for token in missing if not _inside(token)]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in marks])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in inside])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     config.pop("chat_template", None)
     config.pop("eos_token", None)

@@ -123,3 +123,12 @@ def test_connection_frames_survive_any_chunking() -> None:
     seen = asyncio.run(main())
     assert [n for n, _ in seen] == list(range(50))
     assert all(len(a) == n * 1000 for n, a in seen)
+
+
+def test_wire_error_of_a_group_is_the_first_in_it_with_the_traceback_of_all() -> None:
+    inner = ExceptionGroup("two", [ConfigError("no such key"), KeyError("b")])
+    back = error_from_wire(error_to_wire(ExceptionGroup("one", [inner])), "rollout")
+    assert type(back) is ConfigError and str(back) == "no such key"
+    foreign = error_from_wire(error_to_wire(ExceptionGroup("one", [KeyError("b")])), "rollout")
+    assert str(foreign) == "rollout: KeyError: 'b'"
+    assert any("Traceback" in note or "ExceptionGroup" in note for note in foreign.__notes__)

@@ -135,7 +135,7 @@ class ExampleFamilyTito:
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
         directory.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|lantern|>",
