@@ -140,7 +140,7 @@ def dial(where):
 own = socket.create_server(("127.0.0.1", 0))
 print(attempt(lambda: dial(("127.0.0.1", {port}))))
 print(attempt(lambda: dial(("1.1.1.1", 53))))
-print(attempt(lambda: socket.getaddrinfo("pypi.org", 443)))
+print(attempt(lambda: socket.getaddrinfo("example.com", 443)))
 print(attempt(lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)))
 print(attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)))
 print(attempt(lambda: dial(own.getsockname())))
