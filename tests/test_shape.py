@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,14 @@ def test_style_notices(text: str, said: str) -> None:
 def test_style_accepts_a_reason() -> None:
     text = "try:\n    f()\nexcept Exception:  # noqa: BLE001 - a worker's boundary\n    pass"
     assert not list(faults_of_style("miles/x.py", text))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ALL if re.match(r"plugins-contrib/[^/]+/pyproject.toml$", n)]
+)
+def test_contrib_tests_run_by_their_own_settings(name: str) -> None:
+    """Without settings of its own, pytest takes those of the repository, whose plugins an
+    environment made for the distribution alone does not have."""
+    settings = tomllib.loads(source(name))["tool"]["pytest"]["ini_options"]
+    assert settings["testpaths"] == ["tests"]
+    assert not re.search(r"--timeout|-n\b|--dist", settings["addopts"])
