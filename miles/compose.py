@@ -146,15 +146,20 @@ def quoted(text: str) -> str:
 
 
 def _quote(value: str) -> str:
-    if value[:1] in ("'", '"'):
-        return value
-    inner = value.replace("\\", "\\\\") if value.endswith("\\") else value
-    return "'" + inner.replace("'", "\\'") + "'"
+    return value if value[:1] in ("'", '"') else _in_quotes(value)
 
 
-def assignment(key: str, paths: Iterable[str]) -> str:
-    """The override that sets a key to a list of paths, whatever is in them."""
-    return f"{key}=[{','.join(_quote(path) for path in paths)}]"
+def _in_quotes(value: str) -> str:
+    """Hydra reads backslashes as they are, except before a quote: those are doubled."""
+    inner = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{inner}'"
+
+
+def assignment(key: str, paths: str | Iterable[str]) -> str:
+    """The override that sets a key to a path or a list of paths, whatever is in them but `${`."""
+    if isinstance(paths, str):
+        return f"{key}={_in_quotes(paths)}"
+    return f"{key}=[{','.join(_in_quotes(path) for path in paths)}]"
 
 
 # ---------------------------------------------------------------- the files

@@ -89,7 +89,7 @@ def _planned(subject: _Subject, args: argparse.Namespace) -> Plan:
     if subject.sealed:
         overrides, folders = _as_recorded(subject.directory, overrides, folders)
     else:
-        path = assignment("model.path", [str(subject.directory)]).replace("[", "").replace("]", "")
+        path = assignment("model.path", str(subject.directory))
         overrides = ["model.init=load", path, *overrides]
     return compose(overrides, registry=args.registry, folders=folders)
 

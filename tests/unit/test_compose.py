@@ -55,19 +55,24 @@ def test_parse_says_why_an_override_cannot_be_read(text: str, said: str) -> None
         parse(text)
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1)))
+PATH_CHARACTERS = st.text(
+    st.sampled_from("\\'\"/,a=") | st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")),
+    min_size=1,
+)
+
+
+@given(st.lists(PATH_CHARACTERS))
 def test_assignment_holds_any_paths(paths: list[str]) -> None:
-    if any(p[0] in "'\"" or "${" in p for p in paths):
-        return  # taken as quoted already; an interpolation
+    if any("${" in p for p in paths):
+        return  # an interpolation
     assert parse(assignment("plugins", paths)).value == paths
+    for path in paths:
+        assert parse(assignment("model.path", path)).value == path
 
 
 def test_expand_refuses_what_parse_does() -> None:
     with pytest.raises(ConfigError, match="an override is KEY=VALUE"):
         expand(["steps=1,2", "trainer"])
-
-
-PATH_CHARACTERS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1)
 
 
 @given(PATH_CHARACTERS, st.sampled_from(["resume", "model.path", "run.dir", "stages.a.model.path"]))
@@ -89,6 +94,7 @@ def test_quoted_path_arrives_as_it_was(path, key):
         ("resume='/a b'", "/a b"),
         ("resume=/it's", "/it's"),
         ("resume=/end\\", "/end\\"),
+        ("resume=/a\\'b\\c\\\\", "/a\\'b\\c\\\\"),
     ],
 )
 def test_quoted_understands_lists_quotes_and_null(text, value):
