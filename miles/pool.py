@@ -18,7 +18,7 @@ from miles.protocols import Handle
 from miles.router.accounts import summarize
 from miles.types import Drop, Group, Sampling, Trajectory
 
-__all__ = ["Pool"]
+__all__ = ["TRIES", "Pool"]
 
 SESSION_COUNTS = (
     "token_mismatches", "unmatched_tool_ids", "rollbacks", "branches", "kept_history", "rebased",
@@ -28,6 +28,8 @@ SESSION_COUNTS = (
 
 _GRACE_S = 20.0  # beyond a group's own deadline, for agents to be stopped and boxes to be closed
 _PROBE_S = 5.0
+TRIES = 3
+"""How often a group is played at most whose worker dies under it."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,9 +48,10 @@ class Pool:
     """Sends each group to the worker with the fewest, restarts workers, adds their counters up.
 
     A worker that dies, or that does not bring a group back by its deadline because something blocks
-    it, is killed with its children and started again; the groups it was playing end as
-    `worker_lost`. One that is late although its worker answers is given up alone, as `timeout`.
-    After `max_restarts` the error goes to the run.
+    it, is killed with its children and started again. The groups it was playing are played again,
+    under the same ids and seeds, unless they are late or were played `TRIES` times: those end as
+    `worker_lost`. One that is late although its worker answers is given up alone, as
+    `timeout`. After `max_restarts` the error goes to the run.
     """
 
     def __init__(
@@ -80,6 +83,17 @@ class Pool:
     ) -> Group:
         """Have one group played, in the environment of evaluation set `of` if it has its own.
         `returned` is called whenever one of its attempts has ended."""
+        how, tries = (samples, sampling, of), 1
+        while True:
+            group, died = await self._once(lease, how, returned)
+            if not died or tries == TRIES:
+                return group
+            tries += 1
+
+    async def _once(
+        self, lease: Lease, how: tuple[Any, ...], returned: Callable[[], None] | None
+    ) -> tuple[Group, bool]:
+        """The group, and whether its worker died under it."""
         worker = min(self._workers, key=lambda w: w.playing)
         handle = worker.handle
         worker.playing += 1
@@ -87,12 +101,12 @@ class Pool:
         try:
             async with deadline:
                 if returned is not None:
-                    return await self._each(handle, lease, returned)
-                how = (samples, sampling, of)
+                    return await self._each(handle, lease, returned), False
                 group: Group = await handle.call("rollouts.group", lease.id, lease.task, *how)
-                return group
+                return group, False
         except (WorkerError, TimeoutError) as error:
-            return await self._lost(worker, handle, lease, error, late=deadline.expired())
+            late = deadline.expired()
+            return await self._lost(worker, handle, lease, error, late=late), not late
         finally:
             worker.playing -= 1
 

@@ -11,7 +11,7 @@ import pytest
 from miles import ConfigError, Group, Task, WorkerError
 from miles.buffer import Lease
 from miles.metrics import faults
-from miles.pool import Pool
+from miles.pool import TRIES, Pool
 from miles.testing import FakeHandle
 
 
@@ -55,12 +55,12 @@ class Rollouts:
         return {"session": {"token_mismatches": count}, "router": router}
 
 
-def pool(*workers: Rollouts, restarts: int = 2) -> tuple[Pool, list[FakeHandle]]:
+def pool(*workers: Rollouts, restarts: int = 2, how: Any = None) -> tuple[Pool, list[FakeHandle]]:
     handles = [FakeHandle(f"rollout-{i}", {"rollouts": w}) for i, w in enumerate(workers)]
     began: list[FakeHandle] = []
 
     async def restart(handle: Any) -> FakeHandle:
-        new = FakeHandle(handle.name, {"rollouts": Rollouts()})
+        new = FakeHandle(handle.name, {"rollouts": Rollouts(how)})
         began.append(new)
         return new
 
@@ -92,8 +92,37 @@ def test_pool_spreads_groups_and_adds_counters_up() -> None:
     assert sorted((len(one.groups), len(two.groups))) == [3, 4] and one.version == two.version == 4
 
 
-def test_pool_starts_a_hanging_worker_again_once_and_its_groups_are_lost() -> None:
+@pytest.mark.parametrize("returned", [None, lambda: None])
+def test_pool_plays_the_groups_of_a_dead_worker_again_in_the_next(
+    returned: Callable[[], None] | None,
+) -> None:
     made, began = pool(Rollouts("hang"))
+
+    async def main() -> list[Group]:
+        return await asyncio.gather(*(made.group(lease(i), returned=returned) for i in range(4)))
+
+    groups = asyncio.run(main())
+    assert [(g.id, g.failure) for g in groups] == [(i, None) for i in range(4)]
+    assert len(began) == made.restarts == 1
+    assert sorted(began[0].ranks[0]["rollouts"].groups) == [0, 1, 2, 3]
+
+
+def test_pool_gives_a_group_up_under_which_every_worker_dies() -> None:
+    made, began = pool(Rollouts("hang"), restarts=5, how="hang")
+    group = asyncio.run(made.group(lease(7)))
+    assert group.failure is not None and group.failure.reason == "worker_lost"
+    assert "did not answer within 1 s" in group.failure.detail and len(began) == TRIES
+
+
+def test_pool_loses_late_groups_of_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles.pool._GRACE_S", -0.95)
+    worker = Rollouts("late")
+
+    async def hang() -> None:
+        raise WorkerError("no answer")
+
+    worker.ping = hang  # type: ignore[method-assign]
+    made, began = pool(worker)
 
     async def main() -> list[Group]:
         groups = await asyncio.gather(*(made.group(lease(i)) for i in range(4)))
@@ -175,5 +204,5 @@ def test_pool_starts_a_worker_again_once_though_the_group_that_noticed_is_cancel
         return [await made.group(lease(1)), await made.group(lease(2))]
 
     waiting, fine = asyncio.run(main())
-    assert waiting.failure is not None and waiting.failure.reason == "worker_lost"
+    assert (waiting.id, waiting.failure) == (1, None)
     assert fine.failure is None and len(began) == made.restarts == 1
