@@ -186,7 +186,9 @@ class Unfolding:
         """The first letter of a phase that waited for it: what is it?"""
         message = self._parsed()
         reasoning, content = (str(message.get(k) or "") for k in ("reasoning_content", "content"))
-        if self._phase == "thought" or (self._phase == "opening" and self._may_be_reasoning()):
+        if self._phase == "thought" or (
+            self._phase == "opening" and (reasoning.strip() or self._may_be_reasoning(limit))
+        ):
             known = reasoning.strip() and not content.strip()
             self._place("reasoning", reasoning, limit) if known else self._wait()
         elif self._raw[self._start : limit].lstrip()[0] in "{[":
@@ -197,11 +199,11 @@ class Unfolding:
     def _wait(self) -> None:
         self._phase = "silent"
 
-    def _may_be_reasoning(self) -> bool:
+    def _may_be_reasoning(self, limit: int) -> bool:
         """Whether closing reasoning now would show that the prompt had opened it."""
         close = self._tito.encode(_CLOSE).tolist()
         content = str(self._parsed(close).get("content") or "")
-        return not content.lstrip().startswith(self._raw[self._start :].lstrip()[0])
+        return not content.lstrip().startswith(self._raw[self._start : limit].strip())
 
     def _place(self, kind: str, parsed: str, limit: int) -> None:
         """Find where in the raw text the parsed text begins, so that white space agrees."""

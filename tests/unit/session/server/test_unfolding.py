@@ -69,12 +69,20 @@ def test_unfolding_gives_the_finished_message_whatever_the_chunks(thinking, name
         if not len(ids):
             return
         message = tito.parse(ids)
-        for chosen in (cuts, list(range(len(ids)))):
+        for chosen in (cuts, list(range(len(ids))), []):
             _, out = _unfolded(tito, ids, chosen)
             assert out["content"] == (message.get("content") or "")
             assert out["reasoning"] == (message.get("reasoning_content") or "")
 
     check()
+
+
+@pytest.mark.parametrize("text", ["</</think></think>", "a</think>a</think>", "a<div></think>a"])
+def test_unfolding_knows_reasoning_that_its_answer_resembles(thinking, text):
+    tito = thinking(opened=True)
+    message = tito.parse(tito.encode(text))
+    _, out = _unfolded(tito, tito.encode(text), [])
+    assert out["reasoning"] == message["reasoning_content"]
 
 
 @settings(max_examples=150, deadline=None)
