@@ -5,8 +5,10 @@ How the stage goes on is `miles.simulate.simulation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from miles import loop
 from miles.batch import Batch
 from miles.buffer import Lease
+from miles.errors import WorkerError
 from miles.protocols import Tools
 from miles.seeds import derive_seed
 from miles.session.partial import Partial
@@ -24,7 +27,7 @@ from miles.types import Group, Sampling
 if TYPE_CHECKING:
     from miles.simulate.simulation import Simulation
 
-__all__ = ["Fleet", "MemoryLedger", "Outside", "Pool", "Rollouts"]
+__all__ = ["Fleet", "MemoryLedger", "Outside", "Pool", "Rollouts", "Worker"]
 
 
 class MemoryLedger:
@@ -139,6 +142,74 @@ class Pool:
     async def metrics(self) -> Mapping[str, float]:
         """None: the result counts by itself."""
         return {}
+
+
+class Worker:
+    """Implements `miles.Handle` over the rollouts of a simulation, for `miles.pool` itself where
+    workers die: what it plays is lost with it."""
+
+    world = 1
+
+    def __init__(self, name: str, simulation: Simulation) -> None:
+        self.name = name
+        self.dead = False
+        self._pool = Pool(simulation)
+        self._playing: set[asyncio.Task[Group]] = set()
+
+    async def call(
+        self, target: str, *args: Any, rank: int = 0, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Play a group, or answer that it lives. Raises `WorkerError` when dead."""
+        if target == "rollouts.group":
+            group, task, samples, sampling, _ = args
+            return await self._group(Lease(id=group, task=task), samples, sampling)
+        self._refuse_dead()
+        return {"session": {}, "router": {}} if target == "rollouts.counts" else None
+
+    async def call_all(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same: there is one."""
+        return [await self.call(target, *args, **kwargs)]
+
+    async def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Group | None]:
+        """As `miles.rollouts.Rollouts.returning`."""
+        lease = Lease(id=args[0], task=args[1])
+        ended: asyncio.Queue[None] = asyncio.Queue()
+        returned = partial(ended.put_nowait, None)
+        playing = asyncio.create_task(self._group(lease, returned=returned))
+        playing.add_done_callback(lambda _: ended.put_nowait(None))
+        try:
+            while True:
+                await ended.get()
+                if playing.done():
+                    break
+                yield None
+            yield await playing
+        finally:
+            playing.cancel()
+
+    async def _group(self, lease: Lease, *how: Any, **more: Any) -> Group:
+        self._refuse_dead()
+        task = asyncio.create_task(self._pool.group(lease, *how, **more))
+        self._playing.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            asked = asyncio.current_task()
+            if asked is not None and not asked.cancelling():  # not whoever waits for it
+                self._refuse_dead()
+            raise
+        finally:
+            self._playing.discard(task)
+
+    def _refuse_dead(self) -> None:
+        if self.dead:
+            raise WorkerError(f"{self.name}: it died, as modelled")
+
+    def die(self) -> None:
+        """Lose everything it plays, and answer nothing from now on."""
+        self.dead = True
+        for task in self._playing:
+            task.cancel()
 
 
 class Rollouts:

@@ -151,6 +151,11 @@ class FaultKeys:
     """Mean seconds between the deaths of one engine; 0 is never."""
     engine_down_s: float = 60.0
     """Seconds until one that died serves again, with the published weights and an empty cache."""
+    rollout_every_s: float = 0.0
+    """Mean seconds between the deaths of one rollout worker, with its sessions; 0 is never. The
+    groups that it was playing are played again, and `max_restarts` is counted."""
+    rollout_down_s: float = 20.0
+    """Seconds until one that died plays again."""
     attempt: float = 0.0
     """Probability that an attempt fails at a turn, which ends its group."""
     hang: float = 0.0

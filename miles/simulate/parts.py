@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from miles.batch import Batch, Receipt, Update
+from miles.errors import WorkerError
 from miles.router import Router
 from miles.simulate.engine import ModelledEngine
 from miles.simulate.keys import Keys
@@ -26,6 +27,8 @@ class ModelledTrainer:
         self.version = 0
         self.certain = True
         self.computing = False
+        self.dead = ""
+        """Why it does nothing any more; empty while it lives."""
         self._keys = keys
         self._engines = engines
         self._rng = rng
@@ -45,13 +48,26 @@ class ModelledTrainer:
         )
 
     async def step(self, batch: Batch) -> Update:
-        """Take the time of a step on the batch's `lengths`."""
+        """Take the time of a step on the batch's `lengths`. Raises `WorkerError` when it dies."""
+        self.refuse_dead()
         seconds = self.seconds(batch.tokens.lengths.tolist())
         if self._rng.random() < self._keys.faults.slow_step:
             seconds *= _SLOW
         await self._work(seconds)
         self.version += 1
         return Update(version=self.version)
+
+    def die(self, why: str) -> None:
+        """Fail the step that is being taken, and everything from now on."""
+        self.dead = why
+        if self._done is not None and not self._done.done():
+            self.certain = False
+            self._done.set_exception(WorkerError(f"trainer: {why}"))
+
+    def refuse_dead(self) -> None:
+        """Raise `WorkerError` when it is dead."""
+        if self.dead:
+            raise WorkerError(f"trainer: {self.dead}")
 
     async def sleep(self) -> None:
         """Nothing: what that takes is part of a step."""
@@ -124,7 +140,9 @@ class ModelledWeights:
         self._changed = changed
 
     async def publish(self) -> Receipt:
-        """Take the time of a publish, and do to requests what `pause` says."""
+        """Take the time of a publish, and do to requests what `pause` says. Raises `WorkerError`
+        when the trainer is dead."""
+        self._trainer.refuse_dead()
         keys, version = self._keys.publish, self._trainer.version
         seconds = keys.fixed_s + keys.bytes / keys.bytes_per_s
         if self._rng.random() < self._keys.faults.slow_step:
@@ -136,6 +154,7 @@ class ModelledWeights:
                 await engine.abort()
         self._changed()
         await asyncio.sleep(seconds * keys.stopped)
+        self._trainer.refuse_dead()
         self.version = version
         for engine in self._engines:
             if not engine.dead:

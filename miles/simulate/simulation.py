@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from miles import loop
+from miles import loop, pool
 from miles.assemble import make_buffer, make_placement
 from miles.batch import Batch, Tokens, Update
 from miles.errors import ConfigError
@@ -24,7 +25,7 @@ from miles.protocols import Context
 from miles.router import Router
 from miles.seeds import derive_seed
 from miles.settings import Settings
-from miles.simulate.around import Fleet, Outside, Pool, Rollouts
+from miles.simulate.around import Fleet, Outside, Pool, Rollouts, Worker
 from miles.simulate.engine import ModelledEngine
 from miles.simulate.environment import ModelledEnvironment
 from miles.simulate.keys import Keys
@@ -70,6 +71,10 @@ class Simulation(Stage):
         self.returns: dict[int, Callable[[], None]] = {}
         self.attempts: dict[int, list[str]] = {}
         """Names of attempts by group in flight."""
+        self.workers: dict[str, Worker] = {}
+        """Rollout workers, where they die."""
+        self.deaths: Counter[str] = Counter()
+        """How often engines and rollout workers died."""
         self.timeline = Timeline()
         self.saved = ""
         """The newest checkpoint."""
@@ -117,13 +122,34 @@ class Simulation(Stage):
         )
         self.engines = cast(Any, Fleet(self.fleet))
         self.samples = True
-        self.pool = cast(Any, Pool(self))
+        self.pool = cast(Any, self._pool())
         self.buffer = make_buffer(settings, version=self.shared.version, until=self.last)
         self.placement = make_placement(
             settings, buffer=self.buffer, trainer=trainer, engines=self.engines
         )
         self.rollouts = Rollouts(self)
         self.idle.watch(self.fleet)
+
+    def _pool(self) -> Pool | pool.Pool:
+        """The run's own, where workers die."""
+        settings, faults = self.settings, self.keys.faults
+        if not faults.rollout_every_s:
+            return Pool(self)
+        names = [f"rollout-{i}" for i in range(max(1, settings.rollout_workers))]
+        self.workers = {name: Worker(name, self) for name in names}
+
+        async def restart(handle: Any) -> Worker:
+            await asyncio.sleep(faults.rollout_down_s)
+            self.workers[handle.name] = Worker(handle.name, self)
+            return self.workers[handle.name]
+
+        return pool.Pool(
+            list(self.workers.values()),
+            restart=restart,
+            episode_timeout_s=settings.episode_timeout_s,
+            worker_timeout_s=settings.worker_timeout_s,
+            max_restarts=settings.max_restarts,
+        )
 
     async def main(self, *, stop_after_s: float | None = None) -> Result:
         """The stage to its end, or to the end of the step in which `stop_after_s` falls."""
@@ -137,6 +163,10 @@ class Simulation(Stage):
                 asyncio.create_task(self._fail(engine), name=f"faults of {engine.name}")
                 for engine in self.fleet
                 if self.keys.faults.engine_every_s
+            ]
+            beside += [
+                asyncio.create_task(self._fail_worker(name), name=f"faults of {name}")
+                for name in self.workers
             ]
             try:
                 if stop_after_s is not None:
@@ -153,12 +183,22 @@ class Simulation(Stage):
 
     async def _fail(self, engine: ModelledEngine) -> None:
         faults = self.keys.faults
-        rng = Random(derive_seed(self.settings.seed, "deaths", engine.name, self.first))
+        rng = Random(derive_seed(self.settings.seed, "deaths", engine.name, self.shared.version))
         while True:
             await asyncio.sleep(rng.expovariate(1 / faults.engine_every_s))
             engine.die("it died, as modelled")
+            self.deaths["engine"] += 1
             await asyncio.sleep(faults.engine_down_s)
             engine.revive(self.weights.version)  # type: ignore[attr-defined]
+
+    async def _fail_worker(self, name: str) -> None:
+        every = self.keys.faults.rollout_every_s
+        rng = Random(derive_seed(self.settings.seed, "deaths", name, self.shared.version))
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / every))
+            if not self.workers[name].dead:
+                self.workers[name].die()
+                self.deaths["rollout"] += 1
 
     # ---- what the loop asks, where that is not the stage's own
 

@@ -19,6 +19,7 @@ import parts
 import pytest
 
 from miles.check import setting_faults
+from miles.errors import WorkerError
 from miles.ledger import Ledger, fates
 from miles.settings import Settings
 from miles.simulate import clock
@@ -205,15 +206,22 @@ def test_in_flight_stays_within_one_group_of_the_limit_with_lengths_spread_tenfo
 # ---------------------------------------------------------------- killed anywhere
 
 
-def kill_anywhere(seed: int, path: Path) -> int:
-    """Kill one schedule at random moments and resume it from its newest checkpoint until it ends;
-    how often it was killed. Along the lineage of the weights that survive, every group has exactly
-    one fate, and every step its groups."""
+def kill_anywhere(seed: int, path: Path) -> Counter[str]:
+    """Kill driver and trainer of one schedule at random moments, and its engines and rollout
+    workers again and again; resume it from its newest checkpoint until it ends. How often each was
+    killed. Along the lineage of the weights that survive, every group has exactly one fate, and
+    every step its groups."""
     settings, keys = schedule(seed)
-    settings = replace(settings, checkpoint_every=1 + seed % 3, placement="split")
+    settings = replace(
+        settings, checkpoint_every=1 + seed % 3, placement="split", max_restarts=10_000
+    )
     rng = Random(f"kill {seed}")
-    whole = clock.run(_built(settings, keys).main(), limit_s=LIMIT_S).seconds
-    kills, saved = 0, ""
+    calm = _built(settings, keys)
+    whole = clock.run(calm.main(), limit_s=LIMIT_S).seconds
+    often = {"engine_every_s": whole * rng.choice((0.5, 2)), "rollout_every_s": whole / 2}
+    keys = replace(keys, faults=replace(keys.faults, **often, rollout_down_s=rng.choice((1, 60))))
+    kills: Counter[str] = Counter()
+    saved = ""
     while True:
         first = None
         if not saved:  # nothing to resume: another run is begun
@@ -228,25 +236,39 @@ def kill_anywhere(seed: int, path: Path) -> int:
             )
             first = state["stage_first"]
         made = _built(settings, keys, outside=outside, first=first)
-        limit = rng.uniform(0, whole) if kills < 4 else LIMIT_S
+        target = rng.choice(("driver", "trainer")) if kills["driver"] + kills["trainer"] < 4 else ""
+        moment = rng.uniform(0, whole)
 
-        async def main(made: Simulation = made, saved: str = saved) -> None:
+        async def main(
+            made: Simulation = made,
+            saved: str = saved,
+            kill: float | None = moment if target == "trainer" else None,
+        ) -> None:
             if saved:
                 made.stand_again(saved)
+            else:
+                made.assemble()
+            if kill is not None:
+                trainer: Any = made.trainer
+                asyncio.get_running_loop().call_later(kill, trainer.die, "killed")
             await made.main()
             made._write_ledger(made.shared.version)
 
+        ended = ""
         try:
-            clock.run(main(), limit_s=limit)
-        except clock.OutOfTime:
-            assert limit != LIMIT_S, f"seed {seed}: it never ended"
-            kills += 1
-            saved = made.saved or saved
-            _drop(made)
-            ledger.close()
-            continue
+            clock.run(main(), limit_s=moment if target == "driver" else LIMIT_S)
+        except* clock.OutOfTime:
+            ended = "driver"
+        except* WorkerError as group:
+            ended = "trainer" if "trainer: killed" in str(group.exceptions) else str(group)
+        kills.update(made.deaths)
         ledger.close()
-        break
+        if not ended:
+            break
+        assert ended == target, f"seed {seed}: it should have gone on, or ended: {ended}"
+        kills[ended] += 1
+        saved = made.saved or saved
+        _drop(made)
     found = fates(path)
     twice = {group: fate for group, fate in found.items() if len(fate) != 1}
     assert not twice, f"seed {seed}: groups with several fates: {twice}"
@@ -268,14 +290,24 @@ def _drop(made: Simulation) -> None:
     made.shared.ledger = None
 
 
+def _killed(seeds: range, folder: Path) -> Counter[str]:
+    kills: Counter[str] = Counter()
+    for seed in seeds:
+        kills.update(kill_anywhere(seed, folder / f"{seed}.jsonl"))
+    return kills
+
+
 def test_killed_anywhere_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
-    assert sum(kill_anywhere(seed, tmp_path / f"{seed}.jsonl") for seed in range(15)) >= 40
+    kills = _killed(range(8), tmp_path)
+    for target in ("driver", "trainer", "engine", "rollout"):
+        assert kills[target] >= 8, kills
 
 
 @pytest.mark.slow
 def test_killed_anywhere_hundreds_of_times(tmp_path: Path) -> None:
-    seeds = range(100, 250)
-    assert sum(kill_anywhere(seed, tmp_path / f"{seed}.jsonl") for seed in seeds) >= 400
+    kills = _killed(range(100, 180), tmp_path)
+    for target, least in {"driver": 100, "trainer": 100, "engine": 300, "rollout": 300}.items():
+        assert kills[target] >= least, kills
 
 
 def test_kill_anywhere_notices_a_group_that_is_lost(tmp_path: Path, monkeypatch: Any) -> None:
