@@ -57,8 +57,15 @@ class Engine(Protocol):
 
     Optional: `stream(request)`, an async generator of (new tokens,) int32 arrays as they are
     decoded and last the whole `Completion`; `dp_ranks`, how many data-parallel ranks a routing
-    key can be bound to; and `load_directory(version, directory)`, as `load` from the safetensors of
-    a Hugging Face directory, which an evaluation fleet needs.
+    key can be bound to; `load_directory(version, directory)`, as `load` from the safetensors of a
+    Hugging Face directory, which an evaluation fleet needs; `digests()`, by Hugging Face name
+    `miles.learn.digest.contents` of the tensors that it serves, which transports compare; and
+    `updating(version)`, of an engine whose own server takes weights on SGLang's routes: an async
+    context manager, paused inside, that gives `post(path, body) -> reply` (raising
+    `WeightSyncError` for a refusal), `checksums() -> {tensor: checksum}`, `ranks`, how many tensor
+    parallel ranks the server has, and `sessions`, whether it wants updates between
+    `/begin_weight_update` and `/end_weight_update`. Left without an error it serves `version`;
+    otherwise it stays stopped.
     """
 
     samples: ClassVar[bool]
@@ -100,7 +107,11 @@ class Engine(Protocol):
 
 
 class Handle(Protocol):
-    """The driver's end of the worker processes of one component."""
+    """The driver's end of the worker processes of one component.
+
+    A runtime of several machines adds `bind`, the address of rank 0's host at which what is started
+    there may listen for other workers (127.0.0.1 without it), and `hosts`, where each rank is.
+    """
 
     name: str
     """Process name, as in `logs/<name>.log`."""

@@ -105,6 +105,7 @@ class Torch:
             reuse=config.prefix_reuse,
         )
         self._listeners: dict[Any, asyncio.Queue[Array | None]] = {}
+        self._names: dict[str, str] = {}  # canonical to the name under which it came
         self._pause = context.settings.pause
         self._paused = self._asleep = False
         self._task: asyncio.Task[None] | None = None
@@ -263,12 +264,20 @@ class Torch:
                 f"engine torch: version {version} is older than {batching.version}, and "
                 f"{batching.table.active} requests are running; their versions would fall"
             )
-        found = collect(self.decoder, self.model.engine_name, weights)
+        names: dict[str, str] = {}
+
+        def named(name: str) -> str | None:
+            if (canonical := self.model.engine_name(name)) is not None:
+                names[canonical] = name
+            return canonical  # type: ignore[no-any-return]
+
+        found = collect(self.decoder, named, weights)
         where = self._device if not self._asleep else "cpu"
         parameters = fuse(self.decoder, found, dtype=self._dtype, device=where)
         if self._pause == "abort":
             await self.abort()
         batching.load(version, parameters, keep=self._pause == "in_place")
+        self._names = names
         self._start()
 
     async def load_directory(self, version: int, directory: Path) -> None:
@@ -279,6 +288,18 @@ class Torch:
         from miles_plugins.engine.torch.reading import read_weights
 
         await self.load(version, read_weights(directory, export=getattr(torch, self._export)))
+
+    async def digests(self) -> Mapping[str, str]:
+        """By Hugging Face name, `miles.learn.digest.contents` of the tensors that are served."""
+        import torch
+
+        from miles_plugins.engine.torch.served import digests
+
+        served = self._batching.parameters
+        if served is None:
+            return {}
+        export = getattr(torch, self._export)
+        return await asyncio.to_thread(digests, self.decoder, served, self._names, export=export)
 
     async def version(self) -> int:
         """The version being served; -1 before the first load."""
