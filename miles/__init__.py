@@ -6,7 +6,7 @@ at `miles.loop`. It imports no torch, hydra or stevedore.
 
 from miles import batch, episode, errors, protocols, types
 from miles.batch import *  # noqa: F403
-from miles.calls import Caller
+from miles.calls import Caller, keep_alive
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
@@ -24,6 +24,7 @@ __all__ = [
     "Settings",
     "derive_seed",
     "hookimpl",
+    "keep_alive",
     "process_alive",
     "process_identity",
     *batch.__all__,

@@ -19,10 +19,23 @@ from typing import Any
 from miles.errors import WorkerError
 from miles.wire import Connection, error_from_wire, error_to_wire
 
-__all__ = ["Answerer", "Caller", "Peer"]
+__all__ = ["Answerer", "Caller", "Peer", "keep_alive"]
 
 _MOST_ITEMS = 65536  # of one stream that nobody has read yet
 _HELLO_LIMIT = 1024  # bytes of a frame before the other end has shown its token
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Send at once, and have the kernel end a connection whose other host is gone without a word,
+    or takes no data, within two minutes (Linux; elsewhere in its own time)."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", 120_000),
+    ):  # fmt: skip
+        if (number := getattr(socket, option, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 class Caller:
@@ -37,12 +50,18 @@ class Caller:
         """When the last frame came, heartbeats included."""
         self._dead = dead
         self._open: dict[int, asyncio.Future[Any] | asyncio.Queue[Any]] = {}
+        self._asked: dict[int, tuple[str, float]] = {}  # what, and when
         self._next = 0
 
     @property
     def waiting(self) -> int:
         """How many calls have no answer yet."""
         return len(self._open)
+
+    def owed(self) -> list[tuple[str, float]]:
+        """(target, seconds since it was called) of every call that has no answer yet."""
+        now = time.monotonic()
+        return [(target, now - since) for target, since in self._asked.values()]
 
     async def call(
         self, target: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float | None
@@ -61,6 +80,7 @@ class Caller:
             raise
         finally:
             self._open.pop(number, None)
+            self._asked.pop(number, None)
 
     async def stream(self, target: str, args: Sequence[Any]) -> AsyncIterator[Any]:
         """The items of an async generator method as they come; leaving early cancels it there."""
@@ -79,6 +99,7 @@ class Caller:
                 return
         finally:
             self._open.pop(number, None)
+            self._asked.pop(number, None)
             if not ended:
                 self._cancel(number)
 
@@ -88,6 +109,7 @@ class Caller:
         self._next += 1
         self.connection.send([self._next, target, args, kwargs])
         self._open[self._next] = where
+        self._asked[self._next] = (target, time.monotonic())
         return self._next
 
     def _cancel(self, number: int) -> None:
@@ -230,19 +252,24 @@ class Peer:
 
     world = 1
 
-    def __init__(self, name: str, caller: Caller) -> None:
+    def __init__(self, name: str, caller: Caller, address: tuple[str, int]) -> None:
         self.name = name
+        self.address = address
+        """Host and port at which the worker listens."""
         self._caller = caller
 
     @classmethod
     async def dial(cls, name: str, address: tuple[str, int], token: str, timeout: float) -> Peer:
         """Connect. Raises `WorkerError` when nobody listens there."""
-        return cls(name, await cls._connect(name, address, token, timeout))
+        return cls(name, await cls._connect(name, address, token, timeout), address)
 
     async def redial(self, address: tuple[str, int], token: str, timeout: float) -> None:
-        """Connect anew, to where the worker of this name listens now. Raises as `dial`."""
+        """Connect anew, to where the worker of this name listens now; calls that the old one
+        never answered fail. Raises as `dial`."""
         self._caller.connection.close()
+        self._caller.fail("is replaced by another")  # a host that vanished would never say so
         self._caller = await self._connect(self.name, address, token, timeout)
+        self.address = address
 
     @staticmethod
     async def _connect(name: str, address: tuple[str, int], token: str, timeout: float) -> Caller:
@@ -259,7 +286,7 @@ class Peer:
         except (OSError, TimeoutError) as error:
             raise dead(f"cannot be reached: {error or 'no answer'}") from None
         if (sock := transport.get_extra_info("socket")) is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
         caller.connection.send(["hello", token])
         return caller
 

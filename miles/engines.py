@@ -12,13 +12,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles.errors import WorkerError
+from miles.errors import EngineError, WorkerError
 from miles.protocols import Context, Handle, Runtime, Spec
 from miles.types import Array
 
 __all__ = ["Engines"]
 
-_PROBE_S = 20.0  # for an engine to say its version, however busy
 _SCORE_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -28,8 +27,16 @@ class Engines:
     rollout workers: name, host, port and token of each."""
 
     def __init__(
-        self, runtime: Runtime, *, timeout_s: float, max_restarts: int, name: str = "engine"
+        self,
+        runtime: Runtime,
+        *,
+        timeout_s: float,
+        max_restarts: int,
+        silent_after_s: float = 60.0,
+        name: str = "engine",
     ) -> None:
+        """`timeout_s` is for one call; an engine that does not say its version in `silent_after_s`
+        counts as hung."""
         self.handles: list[Handle] = []
         self.doors: list[list[Any]] = []
         self.restarts = 0
@@ -37,6 +44,7 @@ class Engines:
         self._runtime = runtime
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
+        self._silent_after_s = silent_after_s
         self._parts: tuple[Spec, ...] = ()
         self._context: Context | None = None
 
@@ -62,7 +70,8 @@ class Engines:
             raise WorkerError(f"{name}: it was never built")
         handle = await self._runtime.start(name, self._parts, self._context)
         token = secrets.token_hex(16)
-        address = await handle.call("worker.listen", "127.0.0.1", token, timeout=self._timeout_s)
+        host = getattr(handle, "bind", "127.0.0.1")
+        address = await handle.call("worker.listen", host, token, timeout=self._timeout_s)
         return handle, [name, *address, token]
 
     async def revive(self) -> bool:
@@ -71,7 +80,7 @@ class Engines:
 
         Raises the `WorkerError` of the first when all restarts of the run are used up.
         """
-        faults = await asyncio.gather(*(_fault(handle) for handle in self.handles))
+        faults = await self.faults()
         for index, fault in enumerate(faults):
             if fault is None:
                 continue
@@ -87,7 +96,7 @@ class Engines:
 
     async def end_silent(self) -> bool:
         """End workers that hang, so that nobody waits for them any more; whether any is dead."""
-        faults = await asyncio.gather(*(_fault(handle) for handle in self.handles))
+        faults = await self.faults()
         dead = [handle for handle, fault in zip(self.handles, faults, strict=True) if fault]
         await asyncio.gather(*(self._runtime.end(handle) for handle in dead))
         return bool(dead)
@@ -119,10 +128,15 @@ class Engines:
         calls = (handle.call(target, timeout=self._timeout_s) for handle in self.handles)
         return list(await asyncio.gather(*calls))
 
+    async def faults(self) -> list[WorkerError | None]:
+        """Of each engine, why it does not say its version; None when it does."""
+        return await asyncio.gather(*(self._fault(handle) for handle in self.handles))
 
-async def _fault(handle: Handle) -> WorkerError | None:
-    try:
-        await handle.call("engine.version", timeout=_PROBE_S)
-    except WorkerError as error:
-        return error
-    return None
+    async def _fault(self, handle: Handle) -> WorkerError | None:
+        try:
+            await handle.call("engine.version", timeout=self._silent_after_s)
+        except WorkerError as error:
+            return error
+        except EngineError as error:  # its worker is well; what it samples with is not
+            return WorkerError(f"{handle.name}: {error}")
+        return None

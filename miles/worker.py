@@ -26,6 +26,7 @@ from typing import Any
 from miles import checkpoint
 from miles.calls import Answerer
 from miles.errors import PluginVersionError, WeightSyncError, WorkerError
+from miles.identity import process_identity
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
 from miles.rollouts import Rollouts
@@ -42,6 +43,9 @@ PEERS_MAY = ("engine.generate", "engine.stream", "engine.score", "engine.abort",
              "engine.health")  # fmt: skip
 
 
+FOR_THE_DRIVER = ("build", "listen", "load_snapshot", "identity", "meeting")  # `worker.<name>`
+
+
 class Worker:
     """Parts by name, and the calls on them."""
 
@@ -53,6 +57,7 @@ class Worker:
         self._lost = asyncio.Event()
         self._answerer = Answerer(self._method, executor=self._thread, on_lost=self._lost.set)
         self._door: asyncio.Server | None = None
+        self._meeting: socket.socket | None = None
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer calls until the driver closes the socket."""
@@ -80,6 +85,23 @@ class Worker:
             self._door = await loop.create_server(lambda: self._peer(token), host, 0)
         name = self._door.sockets[0].getsockname()
         return [name[0], name[1]]
+
+    async def identity(self) -> str:
+        """Which process this is, as `miles.process_identity` says it."""
+        return process_identity()
+
+    async def meeting(self, host: str) -> list[int]:
+        """Hold a port of `host` for the ranks to meet at, until the next time: the port, and the
+        descriptor of the socket, bound and not listening yet. Nobody else can take it before this
+        rank listens there."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, 0))
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = sock
+        return [sock.getsockname()[1], sock.fileno()]
 
     async def load_snapshot(self, directory: str, version: int, sealed: bool) -> int:
         """Have the engine serve the weights of a checkpoint, every file checked against its
@@ -111,7 +133,7 @@ class Worker:
 
     def _method(self, target: str) -> Any:
         part, _, name = target.partition(".")
-        if part == "worker" and name in ("build", "listen", "load_snapshot"):
+        if part == "worker" and name in FOR_THE_DRIVER:
             return getattr(self, name)
         if part not in self.parts or name.startswith("_"):
             raise WorkerError(f"{self.name}: no part {part!r} (has: {', '.join(self.parts)})")

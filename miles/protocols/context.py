@@ -42,8 +42,9 @@ class Context:
     world: int = 1
     """Workers of its kind."""
     master: str = ""
-    """Where ranks meet when world > 1: `host:port` at which rank 0 listens, or `file://PATH` of a
-    file that they share and that is not there yet."""
+    """Where ranks meet when world > 1: `host:port` at which rank 0 listens (its own may end in
+    `?listen_fd=N`, a descriptor that is bound there for it), or `file://PATH` of a file that they
+    share and that is not there yet."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
     """How another process loads the same plugins (`selection`), and their `provenance`."""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

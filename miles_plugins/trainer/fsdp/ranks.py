@@ -5,8 +5,11 @@ One rank has no process group at all, and every function here is then the identi
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -60,14 +63,13 @@ def join(context: Context, device: str) -> Ranks:
     if context.world == 1:
         return Ranks(0, 1, where, None)
     if not dist.is_initialized():
-        master = context.master
         try:
             dist.init_process_group(
                 "nccl" if where.type == "cuda" else "gloo",
-                init_method=master if "://" in master else f"tcp://{master}",
+                **_meeting(context),
                 rank=context.rank,
                 world_size=context.world,
-                timeout=timedelta(seconds=context.settings.worker_timeout_s),
+                timeout=_timeout(context),
             )
         except (RuntimeError, ValueError) as error:
             raise TrainerError(
@@ -81,6 +83,28 @@ def join(context: Context, device: str) -> Ranks:
         )
     mesh = init_device_mesh(where.type, (context.world,))
     return Ranks(context.rank, context.world, where, mesh)
+
+
+def _timeout(context: Context) -> timedelta:
+    return timedelta(seconds=context.settings.worker_timeout_s)
+
+
+def _meeting(context: Context) -> dict[str, Any]:
+    """Where `init_process_group` meets: a file, or a store that rank 0 serves, on a socket that was
+    bound for it to one address where there is one (torch's own is open on every interface)."""
+    if "://" in context.master:
+        return {"init_method": context.master}
+    place = urlsplit(f"//{context.master}")
+    listen = parse_qs(place.query).get("listen_fd")
+    store = dist.TCPStore(
+        place.hostname or "",
+        place.port or 0,
+        context.world,
+        is_master=context.rank == 0,
+        timeout=_timeout(context),
+        master_listen_fd=os.dup(int(listen[0])) if listen else None,
+    )
+    return {"store": store}
 
 
 def shard(policy: nn.Module, blocks: list[nn.Module], ranks: Ranks, compute: torch.dtype) -> None:
