@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles import conformance, schema
+from miles.check_sessions import through_faults
 from miles.config import Plan, Stage, once
 from miles.errors import MilesError
 from miles.plugins import Registry
@@ -121,6 +122,7 @@ def _stage(
         warnings = _own_warnings(planned, registry)
         for look in (_tasks, _vocabulary, _apart):
             faults += _told(partial(look, planned, registry))
+        faults += _told(partial(through_faults, planned))
     faults += _told(partial(registry.hook.check, stage.resolved))
     return faults, warnings
 
@@ -136,8 +138,8 @@ _AT_LEAST: Mapping[str, float] = {
     "session.upstream_timeout_s": 0, "session.port": 0,
 }  # fmt: skip
 _POSITIVE = (
-    "starved_after_s", "worker_timeout_s", "episode_timeout_s", "temperature", "top_p",
-    "session.idle_s",
+    "starved_after_s", "silent_after_s", "step_timeout_s", "publish_timeout_s", "worker_timeout_s",
+    "episode_timeout_s", "interrupt_grace_s", "temperature", "top_p", "session.idle_s",
 )  # fmt: skip
 
 

@@ -11,18 +11,23 @@ import asyncio
 import copy
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from functools import lru_cache, partial
 from typing import Any
 
 from miles import loop
 from miles.buffer import Lease
 from miles.calls import Peer
-from miles.protocols import Context, ServedSession, Tools
+from miles.protocols import Context, Conversation, ServedSession, Tools
 from miles.remote import RemoteEngine
 from miles.router import Router
 from miles.seeds import derive_seed
-from miles.served import SessionServer
+from miles.served import Served, SessionServer
 from miles.session import Counters, Session, SessionConversation
 from miles.session.partial import Partial
 from miles.types import Group, Sampling, Task
@@ -70,6 +75,7 @@ class Rollouts:
         self._peers: list[Peer] = []
         self._servers: dict[Sampling, SessionServer] = {}  # those that were asked for
         self._sessions: dict[int, list[Session]] = defaultdict(list)  # by group being played
+        self._held: dict[int, AsyncExitStack] = {}  # what ends with a group
         self._counters = Counters()  # of sessions that have ended
         self._returned: dict[int, Callable[[], None]] = {}
 
@@ -134,10 +140,10 @@ class Rollouts:
         if of in self.environments:
             here = copy.copy(self)  # shares everything except the environment
             here.environment = self.environments[of]
-        try:
+        async with AsyncExitStack() as held:
+            held.callback(self._end, group)
+            self._held[group] = held
             return await loop.rollout(here, Lease(id=group, task=task), samples, **how)
-        finally:
-            self._end(group)
 
     async def returning(self, group: int, task: Task) -> AsyncIterator[Group | None]:
         """As `group`: None whenever one attempt has ended, last the group."""
@@ -159,6 +165,7 @@ class Rollouts:
                 await playing
 
     def _end(self, group: int) -> None:
+        del self._held[group]
         for session in self._sessions.pop(group, ()):
             self._counters.add(session.counters)
             if self.sampler is not None:
@@ -204,14 +211,18 @@ class Rollouts:
             engine, max_len = self.sampler, self.sampler_max_len
         how = sampling or self.sampling
 
-        def conversation(key: str) -> SessionConversation:
+        def conversation(key: str) -> Conversation:
+            # several conversations of one attempt or group must not sample alike
+            own = seed if key == name else derive_seed(seed, key)
+            if self.settings.session.through == "server" and engine.samples:
+                server = self._server(engine, how, max_len)
+                return server.conversation(key, partial(self._open, server, lease, key, own))
             made = SessionConversation(
                 key=key,
                 tito=self.tito,
                 engine=engine,
                 sampling=how,
-                # several conversations of one attempt or group must not sample alike
-                seed=seed if key == name else derive_seed(seed, key),
+                seed=own,
                 solution=lease.task.solution,
                 max_len=max_len,
                 rules=self.settings.session,
@@ -238,6 +249,12 @@ class Rollouts:
             serve=serve,
             play=None if index is not None else partial(loop.play, self, lease, **more),
         )
+
+    async def _open(self, server: SessionServer, lease: Lease, key: str, seed: int) -> Served:
+        """A served session that is closed with its group."""
+        served = await self._held[lease.id].enter_async_context(server.open(key, seed))
+        self._sessions[lease.id].append(served.session)
+        return served
 
     @asynccontextmanager
     async def _serve(

@@ -1,4 +1,5 @@
-"""Sessions that agents outside the loop reach over HTTP, in a rollout worker.
+"""Sessions that are reached over HTTP, in a rollout worker: by agents outside the loop, and by the
+loop's own conversations under `session.through=server`.
 
 Starts the session server when the first one is asked for. What the server does is
 `miles.session.server`; what a session records is `miles.session`.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from miles.errors import EpisodeError, RolloutError, WorkerError
-from miles.protocols import Tito
+from miles.protocols import Conversation, Tito
 from miles.session import Session
 from miles.settings import SessionKeys
 from miles.types import Sampling, Trajectory
@@ -22,6 +23,8 @@ from miles.types import Sampling, Trajectory
 __all__ = ["Served", "SessionServer"]
 
 _ABORT_S = 10.0
+_CONNECT_S = 10.0
+_KEEP_S = 2.0  # an idle connection; the server closes it after 5 s, perhaps while it is taken up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class SessionServer:
         self._running = AsyncExitStack()
         self._starting = asyncio.Lock()
         self._sessions: Any = None
+        self._http: Any = None
         self._address = ""
 
     @asynccontextmanager
@@ -89,9 +93,32 @@ class SessionServer:
             del self._seeds[key]
             if key in self._sessions:
                 self._sessions.close(key)
-            with suppress(RolloutError, WorkerError, TimeoutError):  # it may be gone itself
-                async with asyncio.timeout(_ABORT_S):
-                    await self._engine.abort([key])
+            if session.pending:
+                await self._abort(key)
+
+    def conversation(self, key: str, open: Callable[[], Awaitable[Served]]) -> Conversation:
+        """One whose turns are requests to this server; its first opens the session, by `open`."""
+        from miles.session.over_http import HTTPConversation
+
+        return HTTPConversation(key=key, open=open, http=self._client)
+
+    def _client(self) -> Any:
+        """One pool of connections for all of them. It must be asked for while something is
+        served."""
+        if self._http is None:
+            import aiohttp
+
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+            )
+            self._running.push_async_callback(self._http.close)  # before the server stops
+        return self._http
+
+    async def _abort(self, key: str) -> None:
+        with suppress(RolloutError, WorkerError, TimeoutError):  # it may be gone itself
+            async with asyncio.timeout(_ABORT_S):
+                await self._engine.abort([key])
 
     async def _start(self) -> None:
         async with self._starting:

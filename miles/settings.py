@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 __all__ = ["RunKeys", "SessionKeys", "Settings"]
 
+_CLOSING_S = 20.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKeys:
@@ -26,6 +28,10 @@ class RunKeys:
 class SessionKeys:
     """How conversations are recorded."""
 
+    through: Literal["process", "server"] = "process"
+    """How an environment's own conversations ask for their turns: by calls in the rollout worker,
+    or by HTTP requests to its session server, as an outside agent does. The tokens are the same;
+    demonstrations are replayed in the process either way."""
     extension: Literal["linear", "branching"] = "linear"
     """Whether a request must extend the history, or may branch off an earlier turn."""
     compare: Literal["strict", "json_arguments", "role_text"] = "strict"
@@ -120,8 +126,18 @@ class Settings:
     """Trainer steps between evaluations; 0 only at the beginning and end of a stage."""
     starved_after_s: float = 120.0
     """Seconds the trainer waits for groups before the run stops and says what it saw."""
+    silent_after_s: float = 60.0
+    """Seconds without a sign of life after which a worker counts as hung: engines and rollout
+    workers are then started again, and a trainer ends the run."""
+    step_timeout_s: float = 1800.0
+    """Seconds that a trainer step may take, or one of its passes for log-probs."""
+    publish_timeout_s: float = 600.0
+    """Seconds until all engines serve the weights of a publish."""
     worker_timeout_s: float = 1800.0
-    """Seconds one call to a worker may take: a trainer step, a save, a publish."""
+    """Seconds one other call to a worker may take, such as a save."""
+    interrupt_grace_s: float = 120.0
+    """Seconds that a run which is told to stop (Ctrl-C, SIGTERM) has for the step that is being
+    taken and a checkpoint; then it ends with the checkpoints that it has."""
     rollout_workers: int = 1
     """Processes that play episodes and hold conversations; 0 does it in the driver, which spares
     CPU where episodes are short, and can end no episode that blocks."""
@@ -150,3 +166,9 @@ class Settings:
     `miles simulate --keys`. A run does not read it."""
     plugins: tuple[str, ...] = ()
     """Local plugin files."""
+
+    @property
+    def group_deadline_s(self) -> float:
+        """Seconds after which a group that is not back is given up: its own limit, and a moment for
+        agents to be stopped and boxes to be closed."""
+        return self.episode_timeout_s + _CLOSING_S

@@ -149,7 +149,7 @@ class Session:
             id=self.id,
             samples=samples(leaves, self._storage.columns),
             reward=reward,
-            text=self._last_words() if self._words is None else self._words,
+            text=self.text,
             metrics={} if metrics is None else metrics,
         )
 
@@ -157,14 +157,14 @@ class Session:
         if self.failure is not None:
             raise self.failure
         if not (leaves := kept_leaves(self._storage.nodes.values(), self.rules.keep)):
-            raise EpisodeError(
-                f"session {self.id}: nothing was sampled, so there is nothing to train on"
-            )
+            raise EpisodeError(f"session {self.id}: nothing was sampled that could be trained on")
         return leaves
 
-    def _last_words(self) -> str:
-        if (tip := self._storage.tip) is None:
-            return ""
+    @property
+    def text(self) -> str:
+        """The turn stored last, decoded, without its stop token."""
+        if self._words is not None or (tip := self._storage.tip) is None:
+            return self._words or ""
         return self._spoken(self._storage.tokens.rows(tip.split, tip.stop), self._tito.stop_ids)
 
     def _spoken(self, tokens: Array, stop_ids: Sequence[int]) -> str:
@@ -209,12 +209,11 @@ class Session:
         size = len(added) if before is None else len(added) + before.size
         if not size or added.dtype != _INT32 or 0 < self.max_tokens <= size:
             self._refuse_unfit(size, added, parent)
-        in_place = place.replaces is None
         index = self._next
         self._pending[index] = prompt = Prompt(
             index=index,
             parent=-1 if parent is None else parent.index,
-            tokens=self._storage.offer(index, before, added, in_place=in_place),
+            tokens=self._storage.offer(index, before, added, in_place=place.replaces is None),
             added=added,
             new=new,
             tools=tools,

@@ -21,6 +21,9 @@ SHORT = (
     "tracker=[jsonl]",
 )
 
+TIMED = ("time/", "engine/", "router/", "cpu/", "_per_s", "memory", "seconds")
+"""Metrics that differ between two runs which trained on the same tokens."""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
@@ -46,7 +49,20 @@ def test_calculator_agent_plays_turns_without_a_token_mismatch(
     page = (ran.directory / "report.html").read_text()
     for words in ("turns", "token mismatches", "tool errors", "prefix-cache hits"):
         assert f"<small>{words}</small>" in page
-    kept = [json.loads(x) for x in (ran.directory / "samples.jsonl").read_text().splitlines()]
+    lines = (ran.directory / "samples.jsonl").read_text().splitlines()
+    kept = [json.loads(x) for x in lines]
     assert any("tool" in line.get("conversation", "") for line in kept)
     said = (ran.directory / "logs" / "rollout.log").read_text()
     assert said.count("demonstrated tool calls") + said.count("demonstrations are replayed") == 1
+    if environment == "tools":
+        here = new_run(*SHORT, "session.through=process")
+        assert learned(here) == learned(ran)
+        assert (here.directory / "samples.jsonl").read_text().splitlines() == lines
+
+
+def learned(ran: Any) -> list[dict[str, Any]]:
+    """Every metric that does not tell of time."""
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in TIMED)}
+        for row in ran.rows
+    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles import SessionKeys, Settings
+from miles import ConfigError, SessionKeys, Settings
 from miles.check import check, setting_faults
 from miles.config import compose
 from miles.plugins import Registry
@@ -50,6 +50,8 @@ def test_default_run_and_every_setting_of_it_are_good():
         ({"top_p": 1.5}, "top_p: 1.5 is above 1"),
         ({"temperature": float("nan")}, "temperature: nan is not above 0"),
         ({"starved_after_s": 0.0}, "starved_after_s: 0.0 is not above 0"),
+        ({"silent_after_s": 0.0}, "silent_after_s: 0.0 is not above 0"),
+        ({"interrupt_grace_s": -1.0}, "interrupt_grace_s: -1.0 is not above 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0 is less than 1"),
         ({"rollout_workers": -1}, "rollout_workers: -1 is less than 0"),
         ({"max_restarts": -1}, "max_restarts: -1 is less than 0"),
@@ -269,3 +271,18 @@ def test_registry_of_the_plan_is_the_one_checked(install, component):
 def test_check_finds_what_a_run_would_stumble_over(override, words):
     faults = "\n".join(check(compose(["experiment=grpo", override])).faults)
     assert words in faults
+
+
+def test_check_refuses_conversations_that_cannot_go_through_the_session_server():
+    raw = found("session.through=server")
+    assert "session.through=server: environment 'arithmetic' gives task" in raw
+    assert "as raw text, and the chat completions API takes messages" in raw
+    agent = ["experiment=calculator_agent"]
+    assert check(compose(agent)).faults == ()
+    branching = check(compose([*agent, "session.extension=branching"])).faults
+    assert [fault.partition(":")[0] for fault in branching] == ["stage grpo"]
+    assert "use session.extension=linear" in branching[0]
+    own = [*agent, "environment=harness", "session.extension=branching"]
+    assert check(compose(own)).faults == ()
+    with pytest.raises(ConfigError, match=r"session\.through.*'process', 'server'|process, server"):
+        compose(["session.through=serve"]).verify()

@@ -30,10 +30,11 @@ from miles.session.tree import Session
 from miles.session.turns import Turn
 from miles.types import Array, Message, Sampling
 
-__all__ = ["APIS", "Answering", "Api"]
+__all__ = ["APIS", "TRUNCATED", "Answering", "Api"]
 
 _log = logging.getLogger(__name__)
-_TRUNCATED = {"x-miles-truncated": "true"}
+TRUNCATED = "x-miles-truncated"
+"""Header of an answer without a token: the prompt left no room for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +191,7 @@ class _Exchange:
         if made is None and not self._begun():
             _log.info("session %s: its client went away; generation is ended", self._session.id)
             return Response(status_code=499)  # to nobody
-        headers = {} if made is None or made.room else _TRUNCATED
+        headers = {} if made is None or made.room else {TRUNCATED: "true"}
         if made is None or self._asked.stream:
             return _Stream(self._parts(), self.end, headers)
         return json_reply(self._api.reply(made, self._asked), headers=headers)
