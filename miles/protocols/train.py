@@ -109,8 +109,9 @@ class Engine(Protocol):
 class Handle(Protocol):
     """The driver's end of the worker processes of one component.
 
-    Optional: `owed() -> (target, seconds) of every call that has no answer yet`, from which errors
-    tell who waits for what. A runtime of several machines adds `bind`, the address of rank 0's host at which what is started
+    Optional: `owed() -> (target, seconds)` of every call that has no answer yet, from which errors
+    tell who waits for what.
+    A runtime of several machines adds `bind`, the address of rank 0's host at which what is started
     there may listen for other workers (127.0.0.1 without it), and `hosts`, where each rank is.
     """
 
