@@ -21,6 +21,7 @@ from miles.errors import (
     EpisodeTimeout,
     PromptTooLong,
     RolloutError,
+    RunError,
     TokenMismatch,
 )
 from miles.placement import Placement
@@ -36,6 +37,7 @@ __all__ = [
     "play",
     "produce",
     "publish",
+    "refuse_stale",
     "rollout",
     "train",
 ]
@@ -115,6 +117,7 @@ async def train(run: Run) -> None:
             if not groups:
                 break
             batch = await run.prepare(groups)
+            refuse_stale(batch, run.buffer)
             async with run.placement.training():
                 with run.timing("train"):
                     update = await run.trainer.step(batch)
@@ -124,6 +127,17 @@ async def train(run: Run) -> None:
             run.finish_step(step, groups, batch, update)
             await run.evaluate(step)
     run.buffer.end()
+
+
+def refuse_stale(batch: Batch, buffer: Buffer) -> None:
+    """Raises `RunError` when a token that is to be trained is older than `max_lag`; the buffer and
+    whatever changed the batch since then are both held to that."""
+    versions = batch.tokens.versions[batch.tokens.trainable]  # (trained,) int32
+    if len(versions) and (lag := buffer.trainer_version - int(versions.min())) > buffer.max_lag:
+        raise RunError(
+            f"step {buffer.trainer_version + 1}: a token to be trained is {lag} versions old; "
+            f"max_lag is {buffer.max_lag}"
+        )
 
 
 async def publish(run: Run) -> None:

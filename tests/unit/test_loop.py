@@ -20,6 +20,7 @@ from miles import (
     EngineError,
     Group,
     Receipt,
+    RunError,
     Sample,
     Sampling,
     Settings,
@@ -170,6 +171,22 @@ def test_loop_asynchronous_is_the_same_loop_and_holds_its_bound() -> None:
     train(run)
     assert max(seen) <= 2
     assert run.buffer.accounts.balanced
+
+
+def test_loop_refuses_to_train_a_token_older_than_max_lag() -> None:
+    """Whatever let it through: here a batch that is not made of the groups that were taken."""
+    run = Run(Environment(), steps=4, max_lag=2)
+    old = Group(id=0, task=Task(id="0", prompt="x"), trajectories=(trajectory("g0", 0),))
+
+    async def prepare(groups: Sequence[Group]) -> Batch:
+        return Batch(tokens=flatten(old.samples), terms=())
+
+    run.prepare = prepare  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        train(run)
+    words = r"step 4: a token to be trained is 3 versions old; max_lag is 2"
+    assert caught.group_contains(RunError, match=words)
+    assert run.version == 3
 
 
 def test_loop_failures_are_values_and_places_come_back() -> None:
