@@ -9,15 +9,19 @@ it waited.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from miles.errors import BufferStarved
+from miles.accounts import Accounts
+from miles.starvation import Standstill, starved
 from miles.types import Drop, Group, Task
 
-__all__ = ["Accounts", "Buffer", "Lease"]
+__all__ = ["Buffer", "Lease"]
+
+_log = logging.getLogger(__name__)
 
 
 def _now() -> float:
@@ -36,24 +40,6 @@ class Lease:
     """The group's id."""
     task: Task
     """What to attempt."""
-
-
-@dataclass(slots=True)
-class Accounts:
-    """Where every started group is; the parts always add up to `started`."""
-
-    started: int = 0
-    trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    in_flight: int = 0
-    buffered: int = 0
-    training: int = 0
-
-    @property
-    def balanced(self) -> bool:
-        """Whether nothing was lost or counted twice."""
-        held = self.in_flight + self.buffered + self.training
-        return self.started == self.trained + self.dropped.total() + held
 
 
 class Buffer:
@@ -98,6 +84,7 @@ class Buffer:
         ] = []  # (group id, "trained" or the drop's reason) since the last ledger line
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
+        self._since: dict[int, float] = {}  # group id -> when it began
         self._running_total = 0
         self._began: dict[int, int] = {}  # group id -> version that was published as it began
         self._cancels: dict[int, Callable[[], object]] = {}
@@ -117,20 +104,26 @@ class Buffer:
 
     def room(self) -> bool:
         """Whether one more group may start now."""
-        a = self.accounts
-        newest = self.published_version + self.max_lag + 1
+        return not self.blocked()
+
+    def blocked(self) -> str:
+        """Why no further group may start now; empty when one may."""
+        if self._held:
+            return "new ones are held"
+        if self._closed:
+            return "the tasks have run out"
+        a, newest = self.accounts, self.published_version + self.max_lag + 1
         if self.until is not None:
             newest = min(newest, self.until)
         ahead = newest - self.trainer_version
-        return (
-            not self._held
-            and not self._closed
-            and ahead > 0
-            and a.in_flight + a.buffered + a.training
-            < ahead * self.groups_per_step + self.oversample
-            and a.buffered + a.training < self.capacity
-            and self.concurrency - self._running_total >= self.samples_per_group
-        )
+        held = a.in_flight + a.buffered + a.training
+        if ahead <= 0 or held >= ahead * self.groups_per_step + self.oversample:
+            return "max_lag allows no more to be under way"
+        if a.buffered >= self.capacity:
+            return "the buffer is full"
+        if self.concurrency - self._running_total < self.samples_per_group:
+            return "all places are taken"
+        return ""
 
     async def place(self) -> None:
         """Wait until one more group may start; every drop, take, step and publish wakes this."""
@@ -140,6 +133,7 @@ class Buffer:
     def start(self, lease: Lease, cancel: Callable[[], object] | None = None) -> None:
         """A group begins; `cancel` ends it early, when it has become useless."""
         self._began[lease.id] = self.published_version
+        self._since[lease.id] = _now()
         if cancel is not None:
             self._cancels[lease.id] = cancel
         self._leases[lease.id] = lease
@@ -159,8 +153,11 @@ class Buffer:
         """A group is back: buffered, or dropped on arrival."""
         self._running_total -= self._running.pop(group.id)
         self._began.pop(group.id)
+        self._since.pop(group.id)
         self._cancels.pop(group.id, None)
         self.accounts.in_flight -= 1
+        self.accounts.attempts += len(group.trajectories)
+        self.accounts.truncated += group.truncated
         if drop is None:
             self._ready[group.id] = group
             self._oldest[group.id] = group.oldest
@@ -231,7 +228,8 @@ class Buffer:
         also after `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
         """
         self._last_arrival = began = _now()
-        seen = Counter(self.accounts.dropped)
+        seen = replace(self.accounts, dropped=Counter(self.accounts.dropped))
+        told = False
         self._evict()
         while True:
             if self._stopped:
@@ -244,10 +242,14 @@ class Buffer:
                 return self._collect(len(self._ready)) if last == "keep" else []
             left = self._last_arrival + self.starved_after_s - _now()
             patience: float | None = left
-            if left <= 0 and self.accounts.in_flight and self.accounts.dropped == seen:
+            if left <= 0:
+                still = self._standstill(count, began, seen)
+                if not still.in_flight or still.dropped:
+                    raise starved(still)
                 patience = None  # attempts are merely slow; each has its own deadline
-            elif left <= 0:
-                raise self._starved(count, _now() - began, seen)
+                if not told:
+                    _log.warning("the trainer waits: %s", still)
+                told = True
             if not self._held:
                 await self._wait(patience)
             else:
@@ -281,22 +283,23 @@ class Buffer:
         self._changed.set()
         return taken
 
-    def _starved(self, count: int, waited: float, seen: Counter[str]) -> BufferStarved:
-        new = self.accounts.dropped - seen
-        by_reason = ", ".join(f"{reason} {n}" for reason, n in new.most_common()) or "none"
-        error = BufferStarved(
-            f"the trainer starved: {len(self._ready)} of {count} groups in {waited:.0f} s; "
-            f"{new.total()} dropped: {by_reason}; {self.accounts.in_flight} in flight"
+    def _standstill(self, count: int, began: float, seen: Accounts) -> Standstill:
+        now, a = _now(), self.accounts
+        first = min(self._since, key=self._since.__getitem__, default=None)
+        longest = None
+        if first is not None:
+            longest = (first, self._leases[first].task.id, now - self._since[first])
+        return Standstill(
+            wanted=count,
+            ready=len(self._ready),
+            seconds=now - began,
+            dropped=a.dropped - seen.dropped,
+            attempts=a.attempts - seen.attempts,
+            truncated=a.truncated - seen.truncated,
+            in_flight=a.in_flight,
+            longest=longest,
+            blocked=self.blocked(),
         )
-        if new.get("zero_variance", 0) > new.total() / 2:
-            error.add_note(
-                "nearly every group had equal rewards: the tasks are too hard or too easy for this "
-                "policy; try a higher samples_per_group, other tasks, a warm-up stage, or "
-                "selector.admit=[none]"
-            )
-        elif not new:
-            error.add_note("no group came back: see logs/ for the engine, or raise starved_after_s")
-        return error
 
     # ---- versions
 
@@ -351,6 +354,7 @@ class Buffer:
         left = [*self._running, *self._ready]
         self._running.clear()
         self._began.clear()
+        self._since.clear()
         self._cancels.clear()
         self._ready.clear()
         self._arrived.clear()

@@ -258,6 +258,11 @@ class Group:
         return min(found, default=None)
 
     @property
+    def truncated(self) -> int:
+        """How many of its trajectories a length limit ended."""
+        return sum(bool(t.samples) and t.samples[-1].finish == "length" for t in self.trajectories)
+
+    @property
     def failure(self) -> Drop | None:
         """The first failure among its trajectories."""
         return next((t.failure for t in self.trajectories if t.failure is not None), None)

@@ -41,8 +41,8 @@ TABLE = {
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
     "loop": Row(
-        "buffer placement checkpoint ledger tracking threads measure loop directory record curves"
-        " report",
+        "accounts starvation buffer placement checkpoint ledger tracking threads measure loop"
+        " directory record curves report",
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",
     ),

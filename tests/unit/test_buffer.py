@@ -246,7 +246,56 @@ def test_buffer_starved_says_what_it_saw() -> None:
         BufferStarved, match=r"0 of 2 groups in 0 s; 5 dropped: zero_variance 4, length 1; 0 in"
     ) as caught:
         asyncio.run(main())
-    assert "equal rewards" in caught.value.detail
+    assert "80% of the dropped groups had equal rewards" in caught.value.detail
+
+
+def test_buffer_starved_names_what_it_waits_for_and_why_nothing_new_starts() -> None:
+    """One group hangs, others come back too long: who waits for what, since when."""
+
+    async def main() -> None:
+        b = buffer(starved_after_s=0.05, concurrency=2)
+        taking = asyncio.create_task(b.take(2))
+        await asyncio.sleep(0)
+        b.start(lease(7))
+        for n in range(3):
+            b.start(lease(n))
+            cut = group(n, 0)
+            (made,) = cut.trajectories
+            (sample,) = made.samples
+            long = replace(made, samples=(replace(sample, finish="length"),))
+            b.finish(replace(cut, trajectories=(long,)), Drop(reason="refused"))
+        b.hold()
+        b.release()
+        b.start(lease(8))
+        await taking
+
+    with pytest.raises(BufferStarved) as caught:
+        asyncio.run(main())
+    said = str(caught.value)
+    assert "2 in flight, longest group 7 (task '7'), for 0 s" in said
+    assert "no further group starts: max_lag allows no more to be under way" in said
+    assert "3 of 3 attempts were truncated by a length limit" in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("prepare", "why"),
+    [
+        (lambda b: None, ""),
+        (lambda b: b.hold(), "new ones are held"),
+        (lambda b: b.close(), "the tasks have run out"),
+        (lambda b: [b.start(lease(n)) for n in range(2)], "all places are taken"),
+        (lambda b: setattr(b, "trainer_version", 9), "max_lag allows no more to be under way"),
+        (
+            lambda b: [(b.start(lease(n)), b.finish(group(n, 0), None)) for n in range(2)],
+            "the buffer is full",
+        ),
+    ],
+)
+def test_buffer_says_why_no_group_may_start(prepare: object, why: str) -> None:
+    b = buffer(max_lag=3, concurrency=2, capacity=2)
+    prepare(b)  # type: ignore[operator]
+    assert b.blocked() == why
+    assert b.room() == (not why)
 
 
 def test_buffer_closed_gives_a_last_short_batch_or_none() -> None:
@@ -290,6 +339,17 @@ def test_buffer_places_are_freed_by_sample_or_by_group() -> None:
     assert by_sample.room()
 
 
+def test_buffer_of_one_step_fills_while_the_step_before_is_trained() -> None:
+    """Rollouts do not wait for a training step: groups in training are not in the buffer."""
+    b = buffer(max_lag=3, capacity=2)
+    for n in (0, 1):
+        b.start(lease(n))
+        b.finish(group(n, 0), None)
+    assert b.blocked() == "the buffer is full"
+    asyncio.run(b.take(2))
+    assert b.room()
+
+
 def test_buffer_starts_nothing_that_no_step_will_take() -> None:
     b = buffer(groups_per_step=1, max_lag=5, until=2)
     for n in (0, 1):
@@ -298,9 +358,9 @@ def test_buffer_starts_nothing_that_no_step_will_take() -> None:
     assert not b.room()
 
 
-def test_buffer_slow_attempts_do_not_starve_the_trainer() -> None:
-    """Nothing was dropped and something is in flight: its own deadline decides, not the
-    trainer's."""
+def test_buffer_slow_attempts_do_not_starve_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was dropped and something is in flight: its own deadline decides, not the trainer's;
+    a warning names it."""
 
     async def main() -> int:
         b = buffer(groups_per_step=1, starved_after_s=0.02)
@@ -311,3 +371,5 @@ def test_buffer_slow_attempts_do_not_starve_the_trainer() -> None:
         return len(await taking)
 
     assert asyncio.run(main()) == 1
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "the trainer waits: 0 of 1 groups" in said and "longest group 0 (task '0')" in said
