@@ -111,7 +111,7 @@ class Measure:
             "tokens/sampled": int(np.count_nonzero(sampled)),
             "length/mean": float(batch.tokens.lengths.mean()),
             **self._lengths(groups),
-            "samples/truncated": _truncated(groups),
+            "samples/truncated": sum(g.truncated for g in groups) / len(rewards),
             "session/turns": starts / len(batch.tokens.lengths),
             **self._rollouts,
             **batch.metrics,
@@ -234,15 +234,10 @@ def _freshness(batch: Batch, version: int, buffer: Buffer) -> dict[str, float]:
         },
         "staleness/waiting_mean": float(np.mean(older)) if older else 0.0,
         "staleness/waiting_max": max(older, default=0),
+        **{f"staleness/waiting_lag_{lag}": n for lag, n in sorted(Counter(older).items())},
         "buffer/age_mean_s": float(np.mean(ages)) if ages else 0.0,
         "buffer/age_max_s": max(ages, default=0.0),
     }
-
-
-def _truncated(groups: Sequence[Group]) -> float:
-    """Share of trajectories that the length limit ended."""
-    last = [t.samples[-1] for g in groups for t in g.trajectories if t.samples]
-    return sum(s.finish == "length" for s in last) / len(last) if last else 0.0
 
 
 def _means(groups: Sequence[Group]) -> dict[str, float]:

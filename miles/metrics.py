@@ -125,6 +125,11 @@ METRICS: tuple[Metric, ...] = _rows(
         "Staleness of the groups that wait for the trainer, mean; at `max_lag` they are soon lost.",
     ),
     ("staleness/waiting_max", "trainer steps", "The largest staleness of a waiting group."),
+    (
+        "staleness/waiting_lag_<k>",
+        "groups",
+        "Groups that wait for the trainer and are k versions old: the histogram.",
+    ),
     ("tokens/trained", "tokens", "Tokens that carried loss in the step."),
     ("tokens/lag_<k>", "tokens", "Trained tokens that were k versions old in the step."),
     ("tokens/sampled", "tokens", "Tokens that an engine sampled in the step's groups."),

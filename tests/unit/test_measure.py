@@ -140,6 +140,7 @@ def test_measure_tells_how_old_what_was_trained_and_what_waits_is() -> None:
     assert (got["tokens/lag_0"], got["tokens/lag_2"]) == (5, 5)  # 2 + 3 of each group
     assert got["tokens/trained"] == 10
     assert (got["staleness/waiting_mean"], got["staleness/waiting_max"]) == (1.5, 2)
+    assert (got["staleness/waiting_lag_1"], got["staleness/waiting_lag_2"]) == (1, 1)
     assert 0.02 <= got["buffer/age_mean_s"] <= got["buffer/age_max_s"] < 1
     got = stepped(measure, buffer, taken(buffer, 2), 7)
     assert (got["staleness/lag_1"], got["staleness/lag_2"]) == (1, 1)
