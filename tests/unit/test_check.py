@@ -45,6 +45,9 @@ def test_default_run_and_every_setting_of_it_are_good():
         ({"publish_every": 2}, "publish_every (2) is more than max_lag + 1 (1)"),
         ({"publish_every": 4, "max_lag": 2}, "publish_every (4) is more than max_lag + 1 (3)"),
         ({"max_lag": 1, "placement": "colocated"}, "max_lag (1) and placement=colocated"),
+        ({"unused": "retry", "max_retries": 0}, "unused=retry needs a limit: max_retries is 0"),
+        ({"pause": "abort", "max_lag": 1}, "pause=abort ends conversations in the middle"),
+        ({"partial": True}, "partial=true gives groups tokens of older weights, and max_lag=0"),
         ({"temperature": 0.0}, "temperature: 0.0 is not above 0; 0 is greedy"),
         ({"top_p": 0.0}, "top_p: 0.0 is not above 0"),
         ({"top_p": 1.5}, "top_p: 1.5 is above 1"),
@@ -78,6 +81,7 @@ def test_setting_that_cannot_work_is_refused(values, message):
         {"publish_every": 3, "max_lag": 2},
         {"max_lag": 4},
         {"placement": "colocated"},
+        {"pause": "abort", "partial": True, "max_lag": 1},
         {"steps": 0},
     ],
 )
