@@ -23,6 +23,7 @@ __all__ = ["Sessions"]
 
 _log = logging.getLogger(__name__)
 _RULES = SessionKeys()
+_GONE = 1024  # sessions that have ended, of which it is still known what stayed with them
 
 
 class Sessions:
@@ -49,6 +50,7 @@ class Sessions:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._used: dict[str, float] = {}
+        self._gone: dict[str, Mapping[str, Any]] = {}
         self._past = Counters()  # of sessions no longer here
         self._expired = 0
         self._journal: Journal | None = None
@@ -106,6 +108,11 @@ class Sessions:
             )
         return session
 
+    def gone(self, id: str) -> Mapping[str, Any]:
+        """The data of a session that was closed or expired here, one of the last 1,024; empty for
+        any other id."""
+        return self._gone.get(id, {})
+
     def close(self, id: str) -> Session:
         """End a session; who holds it can still ask for its trajectory. Raises `SessionClosed`."""
         session = self.get(id)
@@ -160,6 +167,10 @@ class Sessions:
     def _drop(self, session: Session) -> None:
         del self._open[session.id], self._used[session.id]
         self._past.add(session.counters)
+        self._gone.pop(session.id, None)
+        self._gone[session.id] = session.data
+        if len(self._gone) > _GONE:
+            del self._gone[next(iter(self._gone))]
         session.recorder = None
         if self._journal is not None:
             self._journal.forget(session.id)

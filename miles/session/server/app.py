@@ -107,7 +107,7 @@ def make_app(
 
 _WANTED = (
     "the bearer token of this session is wanted, as `Authorization: Bearer TOKEN` or "
-    "`x-api-key: TOKEN`"
+    "`x-api-key: TOKEN`; where there is no such session, no token is right"
 )
 
 
@@ -144,20 +144,23 @@ class _Server:
 
     # ---- who may
 
-    def _admit(self, request: Request, session: Session | None = None) -> None:
-        """Raise 401 unless the request carries the admin token, or that of the session."""
+    def _admit(self, request: Request, data: Mapping[str, Any] | None = None) -> None:
+        """Raise 401 unless the request carries the admin token, or that of the session with these
+        data."""
         wanted = [_digest(self._admin)]
-        if session is not None and isinstance(own := session.data.get(_DIGEST), str):
+        if data is not None and isinstance(own := data.get(_DIGEST), str):
             wanted.append(own)
         shown = _digest(_token(request))
         if not any(hmac.compare_digest(shown, digest) for digest in wanted):
             raise HTTPException(401, _WANTED, {"www-authenticate": "Bearer"})
 
     def _session(self, request: Request) -> Session:
-        if not _token(request):
-            raise HTTPException(401, _WANTED, {"www-authenticate": "Bearer"})
-        self._admit(request, self._sessions.peek(request.path_params["id"]))
-        return self._sessions.get(request.path_params["id"])
+        """The session of a request that may reach it. That there is none, only those may learn who
+        could have reached it."""
+        id = request.path_params["id"]
+        known = id in self._sessions
+        self._admit(request, self._sessions.peek(id).data if known else self._sessions.gone(id))
+        return self._sessions.get(id)
 
     # ---- routes
 

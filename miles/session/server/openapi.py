@@ -196,8 +196,8 @@ def _answers(*, good: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         made[str(status)] = {"description": "done", "content": dict(content)}
     for status, why in {
         400: "a parameter or a message that cannot be honoured, by name",
-        401: "not the token of this session",
-        404: "no such session",
+        401: "not the token of this session, or there is none with this id",
+        404: "the session was closed, or expired",
         409: "another request is being answered, or the last turn cannot be extended",
         413: "the body is too large",
         429: "a limit is reached",

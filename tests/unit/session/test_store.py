@@ -149,3 +149,13 @@ def test_no_journal_writes_nothing(tmp_path):
     play(sessions.open())
     assert not (tmp_path / "none").exists()
     sessions.stop()
+
+
+def test_store_keeps_data_of_the_last_sessions_that_ended_only():
+    sessions = Sessions(TITO)
+    for number in range(1030):
+        sessions.open(id=f"s{number}", data={"n": number})
+        assert sessions.gone(f"s{number}") == {}
+        sessions.close(f"s{number}")
+    assert sessions.gone("s1029") == {"n": 1029}
+    assert sessions.gone("s6") == {"n": 6} and sessions.gone("s5") == {}

@@ -54,6 +54,27 @@ def test_a_token_opens_its_own_session_and_no_other(talk, how):
     assert key != other
 
 
+def test_nobody_learns_which_sessions_there_are(talk):
+    (base, key), _ = talk.open("there"), talk.open("past")
+    _, own = talk.open("over")
+    for id in ("past", "over"):
+        assert talk.http.delete(f"/sessions/{id}", headers=ADMIN).status_code == 200
+    assert httpx.get(base, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for token in ("", "Bearer wrong", f"Bearer {own}"):
+        headers = {"Authorization": token} if token else {}
+        told = [
+            talk.http.request(method, f"/sessions/{id}{path}", headers=headers, json={})
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/v1/messages"))
+            for id in ("there", "past", "never")
+        ]
+        assert {reply.status_code for reply in told} == {401}
+        bodies = {reply.content for reply in told[:3]}
+        assert len(bodies) == 1, bodies
+    assert talk.http.get("/sessions/over", headers={"x-api-key": own}).status_code == 404
+    for id in ("past", "never"):
+        assert talk.http.get(f"/sessions/{id}", headers=ADMIN).status_code == 404
+
+
 def test_only_the_admin_token_opens_and_lists_sessions(talk):
     _, key = talk.open("mine")
     for headers in ({}, {"Authorization": f"Bearer {key}"}):
