@@ -22,7 +22,7 @@ from miles.engines import Engines
 from miles.errors import ConfigError
 from miles.eval_fleet import EvalFleet
 from miles.placement import Colocated, Placement, Split
-from miles.pool import Pool
+from miles.pool import TRIES, Pool
 from miles.protocols import Context, Handle, Spec
 from miles.remote import RemoteTrainer
 from miles.rollouts import Rollouts
@@ -31,9 +31,6 @@ from miles.stage import Shared, Stage
 from miles.weights import Weights
 
 __all__ = ["build", "make_buffer", "make_context", "make_eval_fleet", "make_placement"]
-
-
-_DRAIN_GRACE_S = 30.0  # a group that hangs ends by its own deadline first, then its worker's
 
 
 async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
@@ -60,7 +57,7 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
         trainer=stage.trainer,
         engines=stage.engines or Engines(shared.runtime, timeout_s=0, max_restarts=0),
         pool=stage.pool,
-        timeout_s=settings.worker_timeout_s,
+        timeout_s=settings.publish_timeout_s,
         tell=partial(_published, shared),
     )
     engines = stage.engines.handles if stage.engines is not None and stage.samples else []
@@ -141,7 +138,8 @@ def make_placement(settings: Settings, *, buffer: Buffer, trainer: Any, engines:
             buffer=buffer,
             trainer=trainer,
             engine=engines,
-            drain_timeout_s=settings.episode_timeout_s + _DRAIN_GRACE_S,
+            # the pool gives groups up by their deadline; one may lose its worker again and again
+            drain_timeout_s=TRIES * (settings.group_deadline_s + settings.silent_after_s),
         )
     return Split()
 
@@ -172,7 +170,10 @@ async def _place_trainer(stage: Stage, specs: Mapping[str, Any], context: Contex
     world = int(specs["trainer"].config.get("workers", 1))
     handle = await _worker(stage.shared, "trainer", parts, context, world)
     stage.trainer = RemoteTrainer(
-        handle, timeout_s=stage.settings.worker_timeout_s, version=stage.shared.version
+        handle,
+        timeout_s=stage.settings.worker_timeout_s,
+        step_timeout_s=stage.settings.step_timeout_s,
+        version=stage.shared.version,
     )
 
 
@@ -213,9 +214,7 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
     stage.pool = Pool(
         await asyncio.gather(*(connect(handle) for handle in handles)),
         restart=restart if workers else here.restart,
-        episode_timeout_s=stage.settings.episode_timeout_s,
-        worker_timeout_s=stage.settings.worker_timeout_s,
-        max_restarts=stage.settings.max_restarts,
+        settings=stage.settings,
     )
 
 
@@ -248,6 +247,7 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
             shared.runtime,
             timeout_s=stage.settings.worker_timeout_s,
             max_restarts=stage.settings.max_restarts,
+            silent_after_s=stage.settings.silent_after_s,
         )
     await engines.build(parts, around, count=count)
     stage.engines = engines

@@ -21,8 +21,9 @@ __all__ = ["Directory", "differences", "recorded"]
 
 _MAY_CHANGE = (
     "steps", "run", "resume", "tracker", "checkpoint_every", "keep_checkpoints", "eval_every",
-    "evaluator", "starved_after_s", "episode_timeout_s", "worker_timeout_s", "runtime", "stages",
-    "experiment",
+    "evaluator", "starved_after_s", "silent_after_s", "step_timeout_s", "publish_timeout_s",
+    "worker_timeout_s", "episode_timeout_s", "interrupt_grace_s", "max_restarts", "runtime",
+    "stages", "experiment",
 )  # fmt: skip
 """Top-level keys that cannot change what is learned from the same data, so a resume may set them
 anew."""

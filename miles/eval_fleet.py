@@ -19,8 +19,6 @@ from miles.types import Group, Sampling, Task
 
 __all__ = ["EvalFleet"]
 
-_GRACE_S = 10.0  # beyond a group's own deadline, which its worker keeps if nothing blocks it
-_PING_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +83,7 @@ class EvalFleet:
             self._runtime,
             timeout_s=settings.worker_timeout_s,
             max_restarts=0,
+            silent_after_s=settings.silent_after_s,
             name="eval-engine",
         )
         try:
@@ -115,8 +114,9 @@ class EvalFleet:
     async def _answers(self) -> bool:
         if self._engines is None or self._worker is None:
             return False
-        calls = [h.call("engine.version", timeout=_PING_S) for h in self._engines.handles]
-        calls.append(self._worker.call("rollouts.ping", timeout=_PING_S))
+        limit = self._context.settings.silent_after_s
+        calls = [h.call("engine.version", timeout=limit) for h in self._engines.handles]
+        calls.append(self._worker.call("rollouts.ping", timeout=limit))
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return not any(isinstance(answer, WorkerError) for answer in answers)
 
@@ -133,7 +133,7 @@ class EvalFleet:
             samples,
             sampling,
             of,
-            timeout=self._context.settings.episode_timeout_s + _GRACE_S,
+            timeout=self._context.settings.group_deadline_s,
         )
         return group
 

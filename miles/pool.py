@@ -16,6 +16,7 @@ from miles.buffer import Lease
 from miles.errors import EpisodeTimeout, WorkerError
 from miles.protocols import Handle
 from miles.router.accounts import summarize
+from miles.settings import Settings
 from miles.types import Drop, Group, Sampling, Trajectory
 
 __all__ = ["TRIES", "Pool"]
@@ -26,8 +27,6 @@ SESSION_COUNTS = (
 )  # fmt: skip
 """Counters of sessions that are logged, as `session/<name>`."""
 
-_GRACE_S = 20.0  # beyond a group's own deadline, for agents to be stopped and boxes to be closed
-_PROBE_S = 5.0
 TRIES = 3
 """How often a group is played at most whose worker dies under it."""
 _log = logging.getLogger(__name__)
@@ -59,17 +58,16 @@ class Pool:
         handles: Sequence[Handle],
         *,
         restart: Callable[[Handle], Awaitable[Handle]],
-        episode_timeout_s: float,
-        worker_timeout_s: float,
-        max_restarts: int,
+        settings: Settings,
     ) -> None:
         """`restart` ends a worker, however stuck, and gives a new one that is built and
-        connected."""
+        connected. Of the settings, deadlines and `max_restarts` are used."""
         self._workers = [_Worker(handle) for handle in handles]
         self._restart = restart
-        self._deadline_s = episode_timeout_s + _GRACE_S
-        self._worker_timeout_s = worker_timeout_s
-        self._restarts_left = max_restarts
+        self._deadline_s = settings.group_deadline_s
+        self._worker_timeout_s = settings.worker_timeout_s
+        self._silent_after_s = settings.silent_after_s
+        self._restarts_left = settings.max_restarts
         self.restarts = 0
 
     async def group(
@@ -126,7 +124,7 @@ class Pool:
         reason = "worker_lost"
         async with worker.lock:
             if worker.handle is handle:  # the first to notice
-                if not await _answers(handle):
+                if not await self._answers(handle):
                     await self._replace(worker, error)
                 elif late:  # the environment does not stop when it is told to
                     reason = EpisodeTimeout.reason
@@ -197,14 +195,13 @@ class Pool:
             except WorkerError as error:
                 async with worker.lock:
                     if worker.handle is handle:
-                        if await _answers(handle):
+                        if await self._answers(handle):
                             raise
                         await self._replace(worker, error)
 
-
-async def _answers(handle: Handle) -> bool:
-    try:
-        await handle.call("rollouts.ping", timeout=_PROBE_S)
-    except WorkerError:
-        return False
-    return True
+    async def _answers(self, handle: Handle) -> bool:
+        try:
+            await handle.call("rollouts.ping", timeout=self._silent_after_s)
+        except WorkerError:
+            return False
+        return True

@@ -6,6 +6,7 @@ Only names and plain values go through; what a method means is in `miles.protoco
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,16 @@ __all__ = ["RemoteEngine", "RemoteTrainer"]
 class RemoteTrainer:
     """`Trainer`, every method a coroutine that runs in all ranks; rank 0 answers."""
 
-    def __init__(self, handle: Handle, *, timeout_s: float, version: int = 0) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        timeout_s: float,
+        step_timeout_s: float | None = None,
+        version: int = 0,
+    ) -> None:
+        """A step, and a pass for log-probs, may take `step_timeout_s`; `timeout_s` is for all other
+        calls, and for those too where nothing else is said."""
         self.handle = handle
         self.version = version
         self.certain = True
@@ -29,10 +39,11 @@ class RemoteTrainer:
         self.idle = asyncio.Lock()
         """Held during every call."""
         self._timeout_s = timeout_s
+        self._step_timeout_s = timeout_s if step_timeout_s is None else step_timeout_s
 
     async def step(self, batch: Batch) -> Update:
         try:
-            update: Update = (await self._all("trainer.step", batch))[0]
+            update: Update = (await self._computed("trainer.step", batch))[0]
         except WorkerError:  # it may or may not have stepped, or may yet
             self.certain = False
             raise
@@ -40,7 +51,7 @@ class RemoteTrainer:
         return update
 
     async def logprobs(self, tokens: Tokens, source: str) -> Array:
-        values: Array = (await self._all("trainer.logprobs", tokens, source))[0]
+        values: Array = (await self._computed("trainer.logprobs", tokens, source))[0]
         return values
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
@@ -56,9 +67,21 @@ class RemoteTrainer:
     async def wake(self) -> None:
         await self._all("trainer.wake")
 
-    async def _all(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def _all(
+        self, target: str, *args: Any, limit_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         async with self.idle:
-            return await self.handle.call_all(target, *args, timeout=self._timeout_s, **kwargs)
+            limit = self._timeout_s if limit_s is None else limit_s
+            return await self.handle.call_all(target, *args, timeout=limit, **kwargs)
+
+    async def _computed(self, target: str, *args: Any) -> list[Any]:
+        limit, began = self._step_timeout_s, time.monotonic()
+        try:
+            return await self._all(target, *args, limit_s=limit)
+        except WorkerError as error:
+            if time.monotonic() - began >= limit:
+                error.add_note(f"step_timeout_s is {limit:g}")
+            raise
 
 
 class RemoteEngine:

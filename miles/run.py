@@ -118,6 +118,7 @@ class _Run:
         self.config = config
         self.stage: Stage | None = None
         self.interrupted = False
+        self.grace: asyncio.TimerHandle | None = None  # runs from an interrupt
         self.main_task: asyncio.Task[int] | None = None
 
     async def main(self, chosen: Path | None, state: Mapping[str, Any]) -> int:
@@ -257,7 +258,8 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after the current step; the second at once."""
+        """The first Ctrl-C or SIGTERM ends the run after the current step, within
+        `interrupt_grace_s`; the second at once."""
         running = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             running.add_signal_handler(number, self._interrupt)
@@ -266,6 +268,8 @@ class _Run:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 running.remove_signal_handler(number)
+            if self.grace is not None:
+                self.grace.cancel()
 
     def _interrupt(self) -> None:
         if (self.interrupted or self.stage is None) and self.main_task is not None:
@@ -275,7 +279,20 @@ class _Run:
                 "warned", {"text": "interrupted: writing a checkpoint (again to stop at once)"}
             )
             self.stage.interrupt()
+            seconds = self.stage.settings.interrupt_grace_s
+            self.grace = asyncio.get_running_loop().call_later(seconds, self._give_up, seconds)
         self.interrupted = True
+
+    def _give_up(self, seconds: float) -> None:
+        found = checkpoint.find(self.directory / "checkpoints")
+        kept = f"; the newest checkpoint is {found[-1]}" if found else ""
+        log.warning(
+            "interrupted: not ended after %g s (interrupt_grace_s), stopping at once%s",
+            seconds,
+            kept,
+        )
+        if self.main_task is not None:
+            self.main_task.cancel()
 
     def _report(self) -> None:
         from miles.report import write

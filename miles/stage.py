@@ -192,6 +192,8 @@ class Stage:
     async def send_weights(self) -> Receipt | None:
         """To the rollout engine: every `publish_every` steps, and whatever the stage begins and
         ends with."""
+        if self.interrupted:  # nobody samples any more, and there is little time
+            return None
         version = self.trainer.version
         edge = not self.published or version == self.last
         if not edge and (version - self.first) % self.settings.publish_every:
@@ -214,7 +216,7 @@ class Stage:
         """
         every = self.settings.eval_every
         due = step in (self.first, self.last) or (every and (step - self.first) % every == 0)
-        if not due or self.evaluator is None or step == self.shared.evaluated:
+        if self.interrupted or not due or self.evaluator is None or step == self.shared.evaluated:
             return
         self.shared.evaluated = step
         edge = step in (self.first, self.last)

@@ -6,18 +6,21 @@ When a publish is due is the stage's affair, how tensors move a transport's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.batch import Receipt
 from miles.engines import Engines
 from miles.errors import WeightSyncError, WorkerError
 from miles.pool import Pool
+from miles.protocols import Handle
 from miles.remote import RemoteTrainer
 
 __all__ = ["Weights"]
 
 _WATCH_S = 5.0  # between looks at the engines
+_PUBLISHES = re.compile(r"(sender|receiver|engine\.(pause|resume|load))").match
 
 
 class Weights:
@@ -84,15 +87,30 @@ class Weights:
             return receipt
 
     async def _send(self) -> Receipt:
-        version = self._trainer.version
+        version, trainer, engines = self._trainer.version, self._trainer.handle, self._engines
+        sending: asyncio.Task[Receipt] = asyncio.create_task(
+            self._transport.publish(version, trainer=trainer, engines=engines.handles),
+            name=f"publish {version}",
+        )
         try:
-            async with asyncio.timeout(self._timeout_s):
-                receipt: Receipt = await self._transport.publish(
-                    version, trainer=self._trainer.handle, engines=self._engines.handles
-                )
-        except TimeoutError:
-            raise WeightSyncError(
-                f"publishing version {version} took longer than worker_timeout_s "
-                f"({self._timeout_s:g} s)"
-            ) from None
-        return receipt
+            await asyncio.wait({sending}, timeout=self._timeout_s)
+            owing = [said for handle in (trainer, *engines.handles) if (said := _owed(handle))]
+        finally:
+            ended = sending.done()
+            if not ended:
+                sending.cancel()
+                await asyncio.wait({sending})
+        if ended:
+            return sending.result()
+        waits_for = "; ".join(owing) or type(self._transport).__name__
+        raise WeightSyncError(
+            f"publishing version {version} took longer than publish_timeout_s "
+            f"({self._timeout_s:g} s), waiting for {waits_for}"
+        )
+
+
+def _owed(handle: Handle) -> str:
+    """What a worker owes, that a publish may wait for, in words."""
+    owed: Iterable[tuple[str, float]] = getattr(handle, "owed", tuple)()
+    told = [f"{target}, {seconds:.0f} s" for target, seconds in owed if _PUBLISHES(target)]
+    return f"{handle.name} ({', '.join(told)})" if told else ""

@@ -143,13 +143,7 @@ class Simulation(Stage):
             self.workers[handle.name] = Worker(handle.name, self)
             return self.workers[handle.name]
 
-        return pool.Pool(
-            list(self.workers.values()),
-            restart=restart,
-            episode_timeout_s=settings.episode_timeout_s,
-            worker_timeout_s=settings.worker_timeout_s,
-            max_restarts=settings.max_restarts,
-        )
+        return pool.Pool(list(self.workers.values()), restart=restart, settings=settings)
 
     async def main(self, *, stop_after_s: float | None = None) -> Result:
         """The stage to its end, or to the end of the step in which `stop_after_s` falls."""
@@ -317,7 +311,7 @@ class Simulation(Stage):
         held = a.in_flight + a.buffered + a.training
         if held >= ahead * buffer.groups_per_step + buffer.oversample:
             return "stragglers" if a.buffered + a.training < buffer.groups_per_step else "trainer"
-        return "trainer" if a.buffered + a.training >= buffer.capacity else "stragglers"
+        return "trainer" if a.buffered >= buffer.capacity else "stragglers"
 
     def _result(self) -> Result:
         counts = self.router.counts()

@@ -30,8 +30,6 @@ class Local:
     class Config:
         start_timeout_s: float = 180.0
         """Seconds a worker may take to import and build its parts."""
-        silent_after_s: float = 120.0
-        """A worker that sends no heartbeat for so long while a call is open counts as hung."""
         stop_timeout_s: float = 5.0
         """Seconds between asking a worker to end and killing it with its children."""
 
@@ -48,9 +46,11 @@ class Local:
         logs = context.directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ranks = []
+        silent = context.settings.silent_after_s
         for rank in range(world):
             full = name if world == 1 else f"{name}-{rank}"
-            process = _Process(full, logs / f"{full}.log", self.config, loopback=world > 1)
+            log = logs / f"{full}.log"
+            process = _Process(full, log, self.config, silent_after_s=silent, loopback=world > 1)
             self._processes.append(process)
             ranks.append(process)
         handle = _LocalHandle(name, ranks)
@@ -119,6 +119,9 @@ class _LocalHandle:
     ) -> Any:
         return await self.ranks[rank].call(target, *args, timeout=timeout, **kwargs)
 
+    def owed(self) -> list[tuple[str, float]]:
+        return [each for process in self.ranks for each in process.caller.owed()]
+
     async def call_all(
         self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
@@ -138,11 +141,14 @@ class _LocalHandle:
 class _Process:
     """One worker process and the calls that are open in it."""
 
-    def __init__(self, name: str, log: Path, config: Local.Config, *, loopback: bool) -> None:
+    def __init__(
+        self, name: str, log: Path, config: Local.Config, *, silent_after_s: float, loopback: bool
+    ) -> None:
         self.name = name
         self.caller = Caller(name, self._dead)
         self._log = log
         self._config = config
+        self._silent_after_s = silent_after_s
         self._stopping = False
         self._watch: asyncio.Task[None] | None = None
         ours, theirs = socket.socketpair()
@@ -193,11 +199,11 @@ class _Process:
         return error
 
     async def _watch_silence(self) -> None:
-        every = min(5.0, self._config.silent_after_s / 4)
+        every = min(5.0, self._silent_after_s / 4)
         while True:
             await asyncio.sleep(every)
             silent = time.monotonic() - self.caller.last_seen
-            if self.caller.waiting and silent > self._config.silent_after_s:
+            if self.caller.waiting and silent > self._silent_after_s:
                 self.caller.fail(f"sent nothing for {silent:.0f} s")
 
     async def stop(self, *, grace_s: float | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miles import ConfigError, Group, Task, WorkerError
+from miles import ConfigError, Group, Settings, Task, WorkerError
 from miles.buffer import Lease
 from miles.metrics import faults
 from miles.pool import TRIES, Pool
@@ -55,7 +55,9 @@ class Rollouts:
         return {"session": {"token_mismatches": count}, "router": router}
 
 
-def pool(*workers: Rollouts, restarts: int = 2, how: Any = None) -> tuple[Pool, list[FakeHandle]]:
+def pool(
+    *workers: Rollouts, restarts: int = 2, how: Any = None, episode_timeout_s: float = 1.0
+) -> tuple[Pool, list[FakeHandle]]:
     handles = [FakeHandle(f"rollout-{i}", {"rollouts": w}) for i, w in enumerate(workers)]
     began: list[FakeHandle] = []
 
@@ -64,9 +66,8 @@ def pool(*workers: Rollouts, restarts: int = 2, how: Any = None) -> tuple[Pool, 
         began.append(new)
         return new
 
-    made = Pool(
-        handles, restart=restart, episode_timeout_s=1, worker_timeout_s=1, max_restarts=restarts  # type: ignore[arg-type]
-    )  # fmt: skip
+    keys = Settings(episode_timeout_s=episode_timeout_s, worker_timeout_s=1, max_restarts=restarts)
+    made = Pool(handles, restart=restart, settings=keys)  # type: ignore[arg-type]
     return made, began
 
 
@@ -114,15 +115,14 @@ def test_pool_gives_a_group_up_under_which_every_worker_dies() -> None:
     assert "did not answer within 1 s" in group.failure.detail and len(began) == TRIES
 
 
-def test_pool_loses_late_groups_of_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles.pool._GRACE_S", -0.95)
+def test_pool_loses_late_groups_of_a_worker_that_hangs() -> None:
     worker = Rollouts("late")
 
     async def hang() -> None:
         raise WorkerError("no answer")
 
     worker.ping = hang  # type: ignore[method-assign]
-    made, began = pool(worker)
+    made, began = pool(worker, episode_timeout_s=-19.95)
 
     async def main() -> list[Group]:
         groups = await asyncio.gather(*(made.group(lease(i)) for i in range(4)))
@@ -143,11 +143,10 @@ def test_pool_raises_what_a_living_worker_raised(how: str, error: type[Exception
 
 @pytest.mark.parametrize("returned", [None, lambda: None])
 def test_pool_gives_up_one_late_group_of_a_worker_that_answers(
-    monkeypatch: pytest.MonkeyPatch, returned: Callable[[], None] | None
+    returned: Callable[[], None] | None,
 ) -> None:
     """Such as an environment that takes long to close: neither the run nor the worker ends."""
-    monkeypatch.setattr("miles.pool._GRACE_S", -0.95)
-    made, began = pool(Rollouts("late"))
+    made, began = pool(Rollouts("late"), episode_timeout_s=-19.95)
     group = asyncio.run(made.group(lease(3), returned=returned))
     assert group.failure is not None and group.failure.reason == "timeout"
     assert group.failure.detail == "not back 0.05 s after its start" and not began
@@ -192,7 +191,7 @@ def test_pool_starts_a_worker_again_once_though_the_group_that_noticed_is_cancel
         return FakeHandle(old.name, {"rollouts": Rollouts()})
 
     handles: Any = [handle]
-    made = Pool(handles, restart=restart, episode_timeout_s=1, worker_timeout_s=1, max_restarts=2)
+    made = Pool(handles, restart=restart, settings=Settings())
 
     async def main() -> list[Group]:
         noticing = asyncio.create_task(made.group(lease(0)))

@@ -99,6 +99,18 @@ def test_remote_trainer_is_uncertain_only_after_a_step_that_was_lost() -> None:
     assert not remote.certain and remote.version == 3
 
 
+def test_remote_trainer_names_the_key_of_a_step_that_took_too_long() -> None:
+    class Slow(FakeHandle):
+        async def call_all(self, target: str, *args: Any, **how: Any) -> list[Any]:
+            await asyncio.sleep(how["timeout"])
+            raise WorkerError(f"trainer: {target} did not answer within {how['timeout']} s")
+
+    remote = RemoteTrainer(Slow("trainer"), timeout_s=5, step_timeout_s=0.01)
+    with pytest.raises(WorkerError, match=r"trainer\.step did not answer within 0\.01") as found:
+        asyncio.run(remote.step(3))  # type: ignore[arg-type]
+    assert "step_timeout_s is 0.01" in found.value.detail and not remote.certain
+
+
 def test_remote_calls_have_a_limit_except_a_generation() -> None:
     """How long a completion may take is its session's or router's matter."""
     handle = Timed("engine", {"engine": CachingEngine(), "trainer": Trainer(0)})
@@ -109,9 +121,12 @@ def test_remote_calls_have_a_limit_except_a_generation() -> None:
         for method in (engine.pause, engine.resume, engine.version, engine.health, engine.abort):
             await method()  # type: ignore[operator]
         await engine.score(np.arange(3, dtype=np.int32))
-        await RemoteTrainer(handle, timeout_s=9).save(Path("x"))
+        trainer = RemoteTrainer(handle, timeout_s=9, step_timeout_s=4)
+        await trainer.save(Path("x"))
+        await trainer.step(6)  # type: ignore[arg-type]
 
     asyncio.run(play())
+    assert handle.limits.pop("trainer.step") == 4
     assert handle.limits.pop("engine.generate") is None
     assert handle.limits.pop("trainer.save") == 9
     assert set(handle.limits.values()) == {7}

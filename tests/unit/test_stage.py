@@ -54,10 +54,8 @@ def made(tmp_path: Path, *, name: str = "grpo", version: int = 0, **keys: Any) -
     stage.engines, stage.samples, stage.tito = Engines(), True, None  # type: ignore[assignment]
     stage.pool = Pool(
         [],
-        restart=None,
-        episode_timeout_s=1.0,
-        worker_timeout_s=1.0,
-        max_restarts=0,  # type: ignore[arg-type]
+        restart=None,  # type: ignore[arg-type]
+        settings=Settings(),
     )
     stage.buffer = Buffer(groups_per_step=1, samples_per_group=1)
     return stage

@@ -168,12 +168,17 @@ def test_weights_restarts_run_out_with_the_first_fault(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_weights_publish_that_hangs_ends_with_what_it_waited_for(tmp_path: Path) -> None:
+def test_weights_publish_that_hangs_names_who_it_waited_for_and_how_long(tmp_path: Path) -> None:
     async def main() -> None:
         at = await made(tmp_path, seconds=60, timeout_s=0.02)
-        with pytest.raises(
-            WeightSyncError, match=r"version 3 took longer than worker_timeout_s \(0.02"
-        ):
+        said = r"publishing version 3 took longer than publish_timeout_s \(0\.02 s\), waiting for "
+        with pytest.raises(WeightSyncError, match=said + "Transport"):
+            await at.weights.publish()
+        trainer, engine = at.trainer.handle, at.engines.handles[1]
+        trainer.owed = lambda: [("sender.fill", 61.2), ("worker.ping", 1.0)]
+        engine.owed = lambda: [("receiver.stage", 7.0)]
+        said += r"trainer \(sender\.fill, 61 s\); engine-1 \(receiver\.stage, 7 s\)$"
+        with pytest.raises(WeightSyncError, match=said):
             await at.weights.publish()
 
     asyncio.run(main())

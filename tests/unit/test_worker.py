@@ -53,14 +53,14 @@ miles_components = {"precision": {"odd": Odd}}
 '''
 
 
-def run(tmp_path: Path, body: Any, **config: Any) -> Any:
+def run(tmp_path: Path, body: Any, *, silent_after_s: float = 60.0, **config: Any) -> Any:
     """Run `body(handle, runtime)` with one worker that holds an `odd` precision."""
     plugin = tmp_path / "odd_plugin.py"
     plugin.write_text(PLUGIN)
     registry = Registry.load(files=[plugin])
     context = Context(
         directory=tmp_path,
-        settings=Settings(),
+        settings=Settings(silent_after_s=silent_after_s),
         plugins={"selection": registry.selection, "provenance": registry.provenance()},
     )
     runtime = registry.build(Spec(kind="runtime", name="local", config=config), context)
@@ -80,6 +80,9 @@ def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
     async def body(handle: Any, runtime: Any, context: Context) -> None:
         assert (await handle.call("precision.array", 7)).tolist() == [7] * 5
         slow = asyncio.create_task(handle.call("precision.sleep", 0.5))
+        await asyncio.sleep(0)
+        ((owed, seconds),) = handle.owed()
+        assert owed == "precision.sleep" and 0 <= seconds < 0.4
         began = time.monotonic()
         assert await handle.call("precision.wait", 0.01) == 0.01  # coroutines pass a busy thread
         assert time.monotonic() - began < 0.4
@@ -139,7 +142,7 @@ def test_worker_hung_is_noticed_by_its_silence(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match=r"odd: the worker process sent nothing for"):
             await handle.call("precision.array", 1)
 
-    run(tmp_path, body, silent_after_s=1.5, stop_timeout_s=0.5)
+    run(tmp_path, body, silent_after_s=5.0, stop_timeout_s=0.5)
 
 
 def test_worker_refuses_other_plugins_than_the_drivers(tmp_path: Path) -> None:
