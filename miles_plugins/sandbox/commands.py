@@ -51,7 +51,7 @@ def add(subparsers: Any) -> None:
     """The words of both commands."""
     words = "boxes that exist, and removing those that were left behind"
     command = subparsers.add_parser("sandboxes", help=words, description=words.capitalize() + ".")
-    actions = command.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = command.add_subparsers(title="actions", metavar="ACTION")
     shows = "every box that miles opened and that still exists"
     removes = "remove boxes whose process is gone, or those that you name"
     for name, function, text in (("list", list_, shows), ("clean", clean, removes)):

@@ -80,10 +80,21 @@ def test_wrong_usage_is_2(miles, words, message):
     assert message in err
 
 
-def test_plugins_alone_prints_its_help(miles):
-    code, out, _ = miles("plugins")
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
+        ("plugins", ("list", "show", "check", "new")),
+        ("sessions", ("serve",)),
+        ("tito", ("verify",)),
+        ("sandboxes", ("list", "clean")),
+        ("convert", ("smollm2", "gguf")),
+    ],
+)
+def test_command_alone_prints_its_choices(miles, command, choices):
+    code, out, _ = miles(command)
     assert code == 2
-    assert "list" in out
+    for choice in choices:
+        assert f"    {choice} " in out
 
 
 def test_version(miles):
