@@ -71,7 +71,10 @@ class Router:
         if len(set(sampling.values())) > 1:
             raise ConfigError(f"router: engines that sample and that replay together: {sampling}")
         self.samples: bool = next(iter(sampling.values()))
-        self._upstreams = [Upstream.of(name, engine) for name, engine in engines.items()]
+        self._upstreams = [
+            Upstream.of(name, engine, patience_s=request_timeout_s)
+            for name, engine in engines.items()
+        ]
         self._accounts = Accounts()
         self._bindings = Bindings(self._upstreams, max_keys=max_keys)
         self._attempts = max(1, attempts)
@@ -139,11 +142,11 @@ class Router:
             attempt = 0
             while True:
                 attempt += 1
-                binding = await self._bind(request)
+                binding = self._bindings.bind(request.key) or await self._place(request)
                 upstream, rank = binding.upstream, binding.rank
                 with InFlight(binding):
                     try:
-                        async with self._limit(upstream):
+                        with Wait(upstream):
                             completion: Completion = await upstream.engine.generate(
                                 _addressed(request, upstream, rank)
                             )
@@ -163,7 +166,7 @@ class Router:
             attempt = 0
             while True:
                 attempt += 1
-                binding = await self._bind(request)
+                binding = self._bindings.bind(request.key) or await self._place(request)
                 upstream, rank, given = binding.upstream, binding.rank, False
                 with InFlight(binding):
                     items = upstream.engine.stream(_addressed(request, upstream, rank))
@@ -193,7 +196,7 @@ class Router:
         covers only the waiting: what the reader does in between takes as long as it takes."""
         try:
             while True:
-                async with self._limit(upstream):
+                with Wait(upstream):
                     try:
                         item = await anext(items)
                     except StopAsyncIteration:
@@ -204,13 +207,10 @@ class Router:
             if close is not None:
                 await close()
 
-    def _limit(self, upstream: Upstream) -> Wait:
-        return Wait(upstream, self._request_timeout_s)
-
-    async def _bind(self, request: Request) -> Binding:
-        """Where the key is bound; waits a while when no engine serves but one may come back."""
-        binding = self._bindings.bind(request.key)
-        if binding is None and self._watch.running:
+    async def _place(self, request: Request) -> Binding:
+        """Where the key is bound, once an engine serves: waits a while for one to come back."""
+        binding = None
+        if self._watch.running:
             try:
                 async with asyncio.timeout(self._readmission_timeout_s):
                     while (binding := self._bindings.bind(request.key)) is None:

@@ -1,5 +1,7 @@
 """The table of routing keys, without engines."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ from miles.router.upstream import Upstream
 
 
 def upstreams(names: str, ranks: int = 1) -> list[Upstream]:
-    return [Upstream(name=n, engine=None, active=[0] * ranks) for n in names]
+    engine = SimpleNamespace(dp_ranks=ranks)
+    return [Upstream.of(name, engine, patience_s=60.0) for name in names]
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8), key=st.text(max_size=12))

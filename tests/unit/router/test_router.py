@@ -514,7 +514,7 @@ def test_router_accounts_add_up_and_nothing_stays_active(data: st.DataObject) ->
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         counts = router.counts()
         assert all(counts[f"active/{name}"] == 0 for name in names)
-        assert not any(u.limits for u in router._upstreams)
+        assert not any(u.waits for u in router._upstreams)
         assert not any(b.active for b in router._bindings._keys.values())
         ended = counts["completed"] + counts["failed"] + counts["cancelled"]
         assert counts["requests"] == ended
