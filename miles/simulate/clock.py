@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import heapq
 import sys
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
     _Loop = asyncio.AbstractEventLoop
 
-__all__ = ["Deadlock", "OutOfTime", "VirtualLoop", "run"]
+__all__ = ["Deadlock", "OutOfTime", "VirtualLoop", "after", "run"]
 
 T = TypeVar("T")
 _FEW = 1024  # cancelled timers that are not worth clearing away
@@ -39,43 +39,27 @@ class OutOfTime(RunError):
     """The program went on past the time that it was given."""
 
 
-class _Handle:
-    """A callback to be called soon."""
+_CALL, _ARGS, _CONTEXT, _HEAP = 2, 3, 4, 5
 
-    __slots__ = ("args", "call", "context", "dead")
 
-    def __init__(self, call: Callable[..., Any], args: Any, context: Any) -> None:
-        self.call, self.args, self.context = call, args, context
-        self.dead = False
+class _Handle(list[Any]):
+    """A callback to be called at a time: [when, sequence, callback, arguments, context, the loop
+    in whose heap it is]. A list, as lists compare themselves in a heap."""
+
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self.dead = True
+        if self[_CALL] is not None:
+            self[_CALL], self[_ARGS] = None, ()
+            if self[_HEAP] is not None:
+                self[_HEAP].cancelled += 1
 
     def cancelled(self) -> bool:
-        return self.dead
-
-
-class _Timer(_Handle):
-    """A callback to be called at a time."""
-
-    __slots__ = ("_loop", "_when", "waiting")
-
-    def __init__(
-        self, when: float, call: Callable[..., Any], args: Any, loop: VirtualLoop, context: Any
-    ) -> None:
-        self.call, self.args, self.context = call, args, context
-        self.dead = False
-        self._when, self._loop = when, loop
-        self.waiting = True
+        return self[_CALL] is None
 
     def when(self) -> float:
-        return self._when
-
-    def cancel(self) -> None:
-        if not self.dead:
-            self.dead = True
-            if self.waiting:
-                self._loop.cancelled += 1
+        when: float = self[0]
+        return when
 
 
 class VirtualLoop(_Loop):
@@ -87,7 +71,7 @@ class VirtualLoop(_Loop):
         """Timers in the heap that were cancelled."""
         self._now = 0.0
         self._ready: deque[_Handle] = deque()
-        self._timers: list[tuple[float, int, _Timer]] = []
+        self._timers: list[_Handle] = []
         self._sequence = 0
         self._stopping = self._running = self._closed = False
         self._generators: WeakSet[Any] = WeakSet()
@@ -102,15 +86,15 @@ class VirtualLoop(_Loop):
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         """In order of the calls."""
-        handle = _Handle(callback, args, context)
+        handle = _Handle((0.0, 0, callback, args, context, None))
         self._ready.append(handle)
         return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         """At a virtual time; timers of one time in order of the calls."""
-        timer = _Timer(when, callback, args, self, context)
-        self._sequence += 1
-        heapq.heappush(self._timers, (when, self._sequence, timer))
+        self._sequence = sequence = self._sequence + 1
+        timer = _Handle((when, sequence, callback, args, context, self))
+        heappush(self._timers, timer)
         return timer
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
@@ -152,58 +136,63 @@ class VirtualLoop(_Loop):
         events._set_running_loop(self._typed)
         self._running, self._stopping = True, False
         try:
-            while not self._stopping:
-                self._turn()
+            self._go_on()
         finally:
             self._running = False
             events._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _turn(self) -> None:
-        """Everything that is ready now; when nothing is, the next timers."""
+    def _go_on(self) -> None:
+        """Whatever is ready, in order; when nothing is, the next timer."""
         ready = self._ready
-        if not ready:
-            self._advance()
         following = ready.popleft
-        while ready and not self._stopping:
-            handle = following()
-            if handle.dead:
-                continue
-            if handle.context is None:
-                handle.call(*handle.args)
+        while not self._stopping:
+            _, _, call, args, context, _ = following() if ready else self._advance()
+            if call is None:
+                continue  # cancelled
+            if context is None:
+                call(*args)
             else:
-                handle.context.run(handle.call, *handle.args)
+                context.run(call, *args)
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
 
-    def _advance(self) -> None:
-        timers, ready = self._timers, self._ready
+    def _advance(self) -> _Handle:
+        """Jump to the time of the next timer: that one, and what else is due then is ready."""
+        timers = self._timers
         if self.cancelled > _FEW and 2 * self.cancelled > len(timers):
-            self._timers = timers = [entry for entry in timers if not entry[2].dead]
-            heapq.heapify(timers)
+            timers[:] = [timer for timer in timers if timer[_CALL] is not None]
+            heapify(timers)
             self.cancelled = 0
-        while timers and timers[0][2].dead:
-            heapq.heappop(timers)[2].waiting = False
+        while timers and timers[0][_CALL] is None:
+            heappop(timers)
             self.cancelled -= 1
         if not timers:
-            waiting = sorted(t.get_name() for t in asyncio.all_tasks(self._typed))
-            shown = ", ".join(waiting[:8]) + (" ..." if len(waiting) > 8 else "")
-            raise Deadlock(
-                f"simulation: at {self._now:.3f} s nothing can happen any more, and "
-                f"{len(waiting)} tasks wait: {shown}"
-            )
-        when = timers[0][0]
-        if when > self.limit_s:
-            raise OutOfTime(f"simulation: not done after {self.limit_s:g} virtual seconds")
-        self._now = max(self._now, when)
+            raise Deadlock(self._stuck())
+        first = heappop(timers)
+        first[_HEAP] = None
+        when = first[0]
+        if when > self._now:
+            if when > self.limit_s:
+                raise OutOfTime(f"simulation: not done after {self.limit_s:g} virtual seconds")
+            self._now = when
         while timers and timers[0][0] <= self._now:
-            timer = heapq.heappop(timers)[2]
-            timer.waiting = False
-            if timer.dead:
+            timer = heappop(timers)
+            timer[_HEAP] = None
+            if timer[_CALL] is None:
                 self.cancelled -= 1
             else:
-                ready.append(timer)
+                self._ready.append(timer)
+        return first
+
+    def _stuck(self) -> str:
+        waiting = sorted(t.get_name() for t in asyncio.all_tasks(self._typed))
+        shown = ", ".join(waiting[:8]) + (" ..." if len(waiting) > 8 else "")
+        return (
+            f"simulation: at {self._now:.3f} s nothing can happen any more, and "
+            f"{len(waiting)} tasks wait: {shown}"
+        )
 
     def stop(self) -> None:
         """End `run_forever` after this turn."""
@@ -288,6 +277,18 @@ def _calm() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def after(loop: asyncio.AbstractEventLoop, seconds: float) -> asyncio.Future[None]:
+    """A future that is done after so many seconds: what `asyncio.sleep` waits for, for less."""
+    future: asyncio.Future[None] = loop.create_future()
+    loop.call_at(loop.time() + seconds, _done, future)
+    return future
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def run(main: Coroutine[Any, Any, T], *, limit_s: float = float("inf")) -> T:

@@ -18,10 +18,12 @@ from typing import Any
 from miles.errors import EngineError
 from miles.simulate.cache import PrefixCache
 from miles.simulate.keys import EngineKeys
-from miles.simulate.requests import DECODES, GONE, PREFILLS, WAITS, Job, blank, laid
+from miles.simulate.requests import DECODES, GONE, PREFILLS, WAITS, Job, answered
 from miles.types import Array, Completion, Finish
 
 __all__ = ["ModelledEngine"]
+
+_NEVER = float("inf")
 
 
 class ModelledEngine:
@@ -35,6 +37,7 @@ class ModelledEngine:
         """`changed` is called when it begins or ends to compute. To be made in the loop."""
         self._loop = asyncio.get_running_loop()
         self._time, self._call_at = self._loop.time, self._loop.call_at
+        self._future = self._loop.create_future
         self.name = name
         self.keys = keys
         self.cache = PrefixCache(keys.page_tokens)
@@ -81,7 +84,7 @@ class ModelledEngine:
         """Answer after the modelled time. Raises `EngineError` when dead, or too long."""
         if self.dead:
             raise EngineError(f"engine {self.name}: {self.dead}")
-        job = Job(request, self._loop.create_future())
+        job = Job(request, self._future())
         if job.need > self.keys.kv_tokens:
             raise EngineError(
                 f"engine {self.name}: request {request.id!r} of {job.prompt} tokens and {job.left} "
@@ -242,36 +245,36 @@ class ModelledEngine:
             self._timer.cancel()
             self._timer = None
         self._prefill_rate = self._decode_rate = 0.0
-        self.computing = self._running > 0 and not (self.stopped or self.dead)
-        if self.computing:
-            self._timer = self._next()
-        if self.computing != self._told or self.traced:
-            self._told = self.computing
+        self.computing = computing = self._running > 0 and not (
+            self._stops > 0 or self._asleep or self.dead
+        )
+        if computing:
+            self._next()
+        if self.traced or computing != self._told:
+            self._told = computing
             self._changed(self)
 
-    def _next(self) -> Any:
-        keys, soonest = self.keys, float("inf")
-        if self._prefills:
-            self._prefill_rate = keys.prefill_tokens_per_s * self._speed
-            soonest = self._prefill_left / self._prefill_rate
-        heap = self._decoding
+    def _next(self) -> None:
+        """Rates, and a timer for the first prompt or completion that is done at these."""
+        keys, heap, soonest = self.keys, self._decoding, _NEVER
+        prefills = bool(self._prefills)
+        if prefills:
+            self._prefill_rate = rate = keys.prefill_tokens_per_s * self._speed
+            soonest = self._prefill_left / rate
         while heap and heap[0][2].state != DECODES:
             heappop(heap)  # it has left
-        if heap:
+        if heap and not (prefills and not keys.decode_during_prefill):
             n = self._active
             context = self._base + n * self._clock
             forward = self._forward[n] + keys.context_s * context
             rate = keys.tokens_per_forward / forward * self._speed
-            if self._prefills:
+            if prefills:
                 rate *= keys.decode_during_prefill
             self._decode_rate = rate
-            if rate:
-                ends = (heap[0][0] - self._clock) / rate
-                if ends < soonest:
-                    soonest = ends
-        if soonest == float("inf"):
-            return None
-        return self._call_at(self._at + soonest if soonest > 0 else self._at, self._event)
+            ends = (heap[0][0] - self._clock) / rate
+            if ends < soonest:
+                soonest = ends
+        self._timer = self._call_at(self._at + soonest if soonest > 0 else self._at, self._event)
 
     def _event(self) -> None:
         self._timer = None
@@ -279,8 +282,8 @@ class ModelledEngine:
         if self._prefills and self._prefill_left <= 1e-6:
             self._decode(self._prefills.popleft())
             self._begin_prefill()
-        heap = self._decoding
-        while heap and (heap[0][2].state != DECODES or heap[0][0] <= self._clock + 1e-6):
+        heap, now = self._decoding, self._clock + 1e-6
+        while heap and (heap[0][0] <= now or heap[0][2].state != DECODES):
             job = heappop(heap)[2]
             if job.state == DECODES:
                 self._end(job, "stop")
@@ -300,7 +303,8 @@ class ModelledEngine:
             job.cached = own
             self._used += job.need
             self._running += 1
-            self.cache.shrink(keys.kv_tokens - self._used)
+            if self.cache.tokens > keys.kv_tokens - self._used:
+                self.cache.shrink(keys.kv_tokens - self._used)
             job.state = PREFILLS
             self._prefills.append(job)
             if len(self._prefills) == 1:
@@ -356,21 +360,16 @@ class ModelledEngine:
         if finish == "stop":
             self._clock = max(self._clock, job.start + job.left)  # not a rounding error less
         self._leave(job)
-        self.cache.put(job.request.trajectory, job.prompt + job.done)
-        self.cache.shrink(self.keys.kv_tokens - self._used)
+        cache, room = self.cache, self.keys.kv_tokens - self._used
+        cache.put(job.request.trajectory, job.prompt + job.done)
+        if cache.tokens > room:
+            cache.shrink(room)
         self.tokens += job.done
         self.prompt_tokens += job.prompt
         self.cached_tokens += job.cached
-        if not job.answer.done():
-            job.answer.set_result(
-                Completion(
-                    tokens=blank(job.done),
-                    logprobs=None,
-                    spans=laid(job.spans),
-                    finish=finish,
-                    cached_tokens=job.cached,
-                )
-            )
+        answer = job.answer
+        if not answer.done():
+            answer.set_result(answered(job.done, job.spans, finish, job.cached))
 
     def _drop(self, job: Job) -> None:
         """Whoever asked has gone."""

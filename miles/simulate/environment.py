@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,10 +18,11 @@ import numpy as np
 
 from miles.errors import ConfigError, EpisodeError, GenerationAborted
 from miles.seeds import derive_seed
+from miles.simulate.clock import after
 from miles.simulate.distributions import draw
 from miles.simulate.keys import Keys
-from miles.simulate.requests import ModelledRequest, blank, laid
-from miles.types import Array, Sample, Sampling, Span, Task, Trajectory
+from miles.simulate.requests import ModelledRequest, blank, laid, of_size
+from miles.types import Array, Sample, Span, Task, Trajectory
 
 __all__ = ["ModelledEnvironment", "Turn"]
 
@@ -92,18 +92,21 @@ class ModelledEnvironment:
             turns = count(shared) if alike else count(rng)
         else:
             turns = count(rng)
+        number = min(self._max_turns, max(1, round(turns)))
         size, observation, delay = self._size, self._observation, self._delay
-        added, planned = int(task.data["prompt"]), []
-        for _ in range(min(self._max_turns, max(1, round(turns)))):
-            planned.append((added, round(size(rng)) or 1, delay(rng)))
-            added = round(observation(rng))
-        return planned
+        sizes = [round(size(rng)) or 1 for _ in range(number)]
+        added = [int(task.data["prompt"]), *(round(observation(rng)) for _ in range(number - 1))]
+        return list(zip(added, sizes, (delay(rng) for _ in range(number)), strict=True))
 
     async def play(self, task: Task, seed: int, tools: Any) -> Trajectory:
         """One attempt. Raises `EpisodeError` where a fault is modelled."""
         rng = Random(seed)
-        await asyncio.sleep(self._start(rng))
+        loop = asyncio.get_running_loop()
+        await after(loop, self._start(rng))
         turns = self.plan(task, tools.group, rng)
+        name, group, shared = tools.id, f"g{tools.group}", turns[0][0]
+        generate, most = tools.engine.generate, tools.sampling.max_new_tokens
+        faulty = self._faults.attempt or self._faults.hang
         prompt, sampled, taken = 0, 0, 0
         pieces: list[tuple[int, int]] = []  # (tokens, version)
         limit = self._keys.max_tokens or 1 << 40
@@ -111,42 +114,32 @@ class ModelledEnvironment:
             if prompt + added >= limit:
                 break
             prompt += added
-            size = min(size, tools.sampling.max_new_tokens, limit - prompt)
-            if self._faults.attempt or self._faults.hang:
+            size = min(size, most, limit - prompt)
+            if faulty:
                 await self._go_wrong(rng)
-            request = self._request(tools, index, prompt, size, turns[0][0])
-            completion = await tools.engine.generate(request)
+            one = f"{name}:{index}"
+            completion = await generate(
+                ModelledRequest(
+                    id=one, key=name if self._affinity else one, tokens=blank(prompt),
+                    sampling=of_size(size), trajectory=name, group=group, shared=shared,
+                )
+            )  # fmt: skip
             if completion.finish == "abort":
-                raise GenerationAborted(f"trajectory {tools.id}: turn {index} was aborted")
+                raise GenerationAborted(f"trajectory {name}: turn {index} was aborted")
             _add(pieces, completion.spans)
             prompt, sampled, taken = prompt + size, sampled + size, taken + 1
             if index + 1 < len(turns):
-                await asyncio.sleep(delay + self._request_s)
-        await asyncio.sleep(self._reward(rng) + self._request_s)
+                await after(loop, delay + self._request_s)
+        await after(loop, self._reward(rng) + self._request_s)
         sample = Sample(
             tokens=blank(sampled), sampled=_true(sampled), trainable=_true(sampled),
             logprobs=None, spans=laid(pieces), finish="stop",
         )  # fmt: skip
         return Trajectory(
-            id=tools.id,
+            id=name,
             samples=(sample,),
             reward=float(rng.random() < float(task.data["success"])),
             metrics={"tokens": float(prompt), "turns": float(taken)},
-        )
-
-    def _request(
-        self, tools: Any, index: int, prompt: int, size: int, shared: int
-    ) -> ModelledRequest:
-        name = f"{tools.id}:{index}"
-        return ModelledRequest(
-            id=name,
-            key=tools.id if self._affinity else name,
-            tokens=blank(prompt),
-            sampling=_sampling(size),
-            seed=0,
-            trajectory=tools.id,
-            group=f"g{tools.group}",
-            shared=shared,
         )
 
     async def _go_wrong(self, rng: Random) -> None:
@@ -154,11 +147,6 @@ class ModelledEnvironment:
             raise EpisodeError("a modelled fault")
         if rng.random() < self._faults.hang:
             await asyncio.get_running_loop().create_future()  # its group's deadline ends it
-
-
-@lru_cache(maxsize=65_536)
-def _sampling(size: int) -> Sampling:
-    return Sampling(max_new_tokens=size)
 
 
 def _add(pieces: list[tuple[int, int]], spans: Iterable[Span]) -> None:

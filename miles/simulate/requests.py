@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from miles.types import Array, Completion, Request, Span
+from miles.types import Array, Completion, Finish, Sampling, Span
 
 __all__ = [
-    "DECODES", "GONE", "PREFILLS", "WAITS", "Job", "ModelledRequest", "blank", "laid",
+    "DECODES", "GONE", "PREFILLS", "WAITS", "Job", "ModelledRequest", "answered", "blank", "laid",
+    "of_size",
 ]  # fmt: skip
 
 _blank = np.zeros(1 << 16, np.int32)
@@ -28,10 +30,23 @@ def blank(size: int) -> Array:
     return _blank[:size]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelledRequest(Request):
-    """A request of which `max_new_tokens` are sampled; its tokens are only counted."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class ModelledRequest:
+    """What is read of a `Request` in which `max_new_tokens` are sampled and tokens are only
+    counted. One is made every turn, so it is not frozen, which is quicker."""
 
+    id: str
+    """Unique in the run."""
+    key: str
+    """Routing key."""
+    tokens: Array
+    """(prompt tokens,) int32."""
+    sampling: Sampling
+    """Of which only `max_new_tokens` is looked at."""
+    seed: int = 0
+    """Of no effect."""
+    dp_rank: int | None = None
+    """Set by the router."""
     trajectory: str = ""
     """Whose prefix it extends, whatever key it is routed by."""
     group: str = ""
@@ -63,12 +78,32 @@ class Job:
         self.spans: list[tuple[int, int]] = []  # (tokens, version) sampled before `start`
 
 
+def answered(
+    size: int, pieces: Sequence[tuple[int, int]], finish: Finish, cached: int
+) -> Completion:
+    """The completion of `size` tokens that were sampled in pieces of (tokens, version)."""
+    return Completion(
+        tokens=blank(size), logprobs=None, spans=laid(pieces), finish=finish, cached_tokens=cached
+    )
+
+
 def laid(pieces: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
     """(tokens, version) laid end to end."""
     if len(pieces) == 1:
-        return (Span(start=0, stop=pieces[0][0], version=pieces[0][1]),)
+        return _one(*pieces[0])
     spans, at = [], 0
     for size, version in pieces:
         spans.append(Span(start=at, stop=at + size, version=version))
         at += size
     return tuple(spans)
+
+
+@lru_cache(maxsize=65_536)  # most completions have one, of a few thousand sizes
+def _one(size: int, version: int) -> tuple[Span, ...]:
+    return (Span(start=0, stop=size, version=version),)
+
+
+@lru_cache(maxsize=65_536)
+def of_size(size: int) -> Sampling:
+    """Sampling of this many tokens."""
+    return Sampling(max_new_tokens=size)

@@ -157,3 +157,14 @@ def test_simulator_imports_no_clock_thread_or_process() -> None:
             for name in names:
                 allowed = name == "random.Random" or (name == "time" and path.stem == "command")
                 assert allowed or name.partition(".")[0] not in bad, f"{path.name}: {name}"
+
+
+def test_after_is_done_in_time_and_survives_who_waited() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        given_up = clock.after(loop, 5.0)
+        given_up.cancel()
+        await clock.after(loop, 7.0)
+        return loop.time()
+
+    assert clock.run(main()) == 7.0
