@@ -66,12 +66,12 @@ class Harness:
         agent: str = ""
         """Name of a registered function."""
         command: tuple[str, ...] = ()
-        """A program with its arguments, instead of `agent`. `{base_url}`, `{api_key}`, `{model}`
-        and `{task_file}` are filled in; the task is on standard input too, and all of it in
-        `MILES_BASE_URL`, `MILES_API_KEY`, `MILES_MODEL`, `MILES_TASK_FILE`, and in the variables
-        of the OpenAI and Anthropic clients."""
+        """A program with its arguments, instead of `agent`. `{base_url}`, `{model}` and
+        `{task_file}` are filled in. All of it is in `MILES_BASE_URL`, `MILES_MODEL` and
+        `MILES_TASK_FILE` too, with the key in `MILES_API_KEY`, and in the variables of the OpenAI
+        and Anthropic clients; the task is on standard input as well."""
         env: Mapping[str, str] = field(default_factory=dict)
-        """More environment for the command."""
+        """More environment for the command, where `{api_key}` is filled in as well."""
         pass_env: tuple[str, ...] = _PASSED
         """Variables that it inherits; no others."""
         cwd: str = ""
@@ -134,6 +134,12 @@ class Harness:
             if config.agent:
                 what = f"there is no agent {config.agent!r}"
             raise ConfigError(f"{_WHERE}: {what}; {choices(config.agent, context.agents)}")
+        if any("{api_key}" in word for word in config.command):
+            raise ConfigError(
+                f"{_WHERE}: command: {{api_key}} in an argument would be shown by `ps` to all users "
+                "of this machine; the agent finds it in OPENAI_API_KEY, ANTHROPIC_API_KEY and "
+                "MILES_API_KEY, and in any other variable by environment.env={NAME: '{api_key}'}"
+            )
         if config.timeout_s <= 0:
             raise ConfigError(f"{_WHERE}: timeout_s is {config.timeout_s}; it must be above 0")
         if config.reward == _EXIT_CODE and not config.command:

@@ -1,7 +1,9 @@
 """Runs one command and ends it with everything it started, also when whoever asked is killed.
 
 A script of its own with nothing but the standard library: `launcher.py PARENT_PID COMMAND...`. It
-adopts orphans of the command (a "subreaper"), so that none of them escapes.
+adopts orphans of the command (a "subreaper"), so that none of them escapes. It is two processes, one
+above the other: a command that kills its parent leaves its daemons to the one above. Against one
+that hunts both nothing here helps: what is hostile belongs in a sandbox.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from types import FrameType
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def children() -> list[int]:
@@ -54,24 +57,37 @@ def _stop(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def main(argv: list[str]) -> int:
-    """The command's exit code, 128 and the signal's number if it died of one, 127 if it could not
-    be started."""
-    parent, command = int(argv[1]), argv[2:]
+def _adopt(parent: int) -> None:
+    """Die with the parent, and get the orphans of all descendants."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _ASKED:
         signal.signal(number, _stop)
     prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     prctl(_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != parent:  # it died before that was set
-        return 128 + signal.SIGTERM
+        os._exit(128 + signal.SIGTERM)
+
+
+def _wait_for(child: int) -> int:
+    """Its exit code, 128 and the signal's number if it died of one; others that end are reaped."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def run(parent: int, command: list[str]) -> int:
+    """The command's exit code, 128 and the signal's number if it died of one, 127 if it could not
+    be started."""
+    _adopt(parent)
     me = os.getpid()
     child = os.fork()
     if not child:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _ASKED:
             signal.signal(number, signal.SIG_DFL)
-        prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != me:
             os._exit(127)
         try:
@@ -79,13 +95,21 @@ def main(argv: list[str]) -> int:
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
-            break
+    code = _wait_for(child)
     end_all()
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return code
+
+
+def main(argv: list[str]) -> int:
+    """As `run`, which a child does; what that leaves when it is killed is ended."""
+    _adopt(int(argv[1]))
+    me = os.getpid()
+    child = os.fork()
+    if not child:
+        os._exit(run(me, argv[2:]))
+    code = _wait_for(child)
+    end_all()
+    return code
 
 
 if __name__ == "__main__":

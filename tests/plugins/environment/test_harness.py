@@ -192,14 +192,18 @@ def test_command_line_environment_and_task_file_are_filled_in(tmp_path, monkeypa
         " open(os.environ['OUT'], 'w'))"
     )
     command = python(source, "--url={base_url}/v1", "{task_file}", "{model}", "{other}")
-    play(make(command=command, env={"OUT": str(out), "WHERE": "{base_url}"}), ["x"])
+    play(
+        make(command=command, env={"OUT": str(out), "WHERE": "{base_url}", "KEY": "{api_key}"}),
+        ["x"],
+    )
     argv, env, same, cwd, names = json.loads(out.read_text())
     assert argv[0] == f"--url={env['OPENAI_BASE_URL']}"
     assert argv[2:] == ["fake", "{other}"]
     assert same and names == []
     assert not Path(cwd).exists() and not Path(argv[1]).exists()  # gone with the attempt
     assert env["ANTHROPIC_BASE_URL"] == env["MILES_BASE_URL"] == env["WHERE"]
-    assert env["ANTHROPIC_API_KEY"] == env["OPENAI_API_KEY"] == env["MILES_API_KEY"]
+    assert env["ANTHROPIC_API_KEY"] == env["OPENAI_API_KEY"] == env["MILES_API_KEY"] == env["KEY"]
+    assert env["KEY"] not in str(argv)
     assert "SECRET_OF_MINE" not in env and env["PATH"] == os.environ["PATH"]
 
 
@@ -351,6 +355,7 @@ def test_demonstrations_are_replayed_without_the_agent_and_that_is_said_once(cap
         ({"command": ("x",), "timeout_s": 0.0}, "timeout_s is 0.0"),
         ({"command": ("x",), "cwd": "/no/such"}, "cwd: there is no folder '/no/such'"),
         ({"command": ("x",), "reward": "exakt"}, "no reward 'exakt'"),
+        ({"command": ("x", "--key={api_key}")}, r"command: \{api_key\} in an argument.*`ps`"),
     ],
 )
 def test_configuration_that_makes_no_sense_is_refused(config, words):
