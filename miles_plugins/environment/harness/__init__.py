@@ -136,8 +136,8 @@ class Harness:
             raise ConfigError(f"{_WHERE}: {what}; {choices(config.agent, context.agents)}")
         if any("{api_key}" in word for word in config.command):
             raise ConfigError(
-                f"{_WHERE}: command: {{api_key}} in an argument would be shown by `ps` to all users "
-                "of this machine; the agent finds it in OPENAI_API_KEY, ANTHROPIC_API_KEY and "
+                f"{_WHERE}: command: {{api_key}} in an argument would be shown by `ps` to every "
+                "user of this machine; the agent finds it in OPENAI_API_KEY, ANTHROPIC_API_KEY and "
                 "MILES_API_KEY, and in any other variable by environment.env={NAME: '{api_key}'}"
             )
         if config.timeout_s <= 0:

@@ -1,9 +1,9 @@
 """Runs one command and ends it with everything it started, also when whoever asked is killed.
 
 A script of its own with nothing but the standard library: `launcher.py PARENT_PID COMMAND...`. It
-adopts orphans of the command (a "subreaper"), so that none of them escapes. It is two processes, one
-above the other: a command that kills its parent leaves its daemons to the one above. Against one
-that hunts both nothing here helps: what is hostile belongs in a sandbox.
+adopts orphans of the command (a "subreaper"), so that none of them escapes. It is two processes,
+one above the other: a command that kills its parent leaves its daemons to the one above. Against
+one that hunts both nothing here helps: what is hostile belongs in a sandbox.
 """
 
 from __future__ import annotations
