@@ -18,6 +18,7 @@ from miles.buffer import Buffer, Lease
 from miles.episode import check_reward
 from miles.errors import (
     ContractError,
+    EpisodeError,
     EpisodeTimeout,
     PromptTooLong,
     RolloutError,
@@ -191,8 +192,8 @@ async def rollout(here: Rollouts, lease: Lease, samples: int | None = None, **ho
                     plays = (play(here, lease, i, **how) for i in range(count))
                     attempts = [tasks.create_task(each) for each in plays]
                 trajectories = [a.result() for a in attempts]
-    except (RolloutError, TokenMismatch, TimeoutError) as error:
-        failure = _as_drop(error, here.settings)
+    except (RolloutError, TokenMismatch, TimeoutError, SystemExit) as error:
+        failure = _as_drop(error, here, lease)
         trajectories = [Trajectory(id=f"g{lease.id}", samples=(), failure=failure)]
     return Group(id=lease.id, task=lease.task, trajectories=tuple(trajectories))
 
@@ -223,8 +224,8 @@ async def play(here: Rollouts, lease: Lease, index: int, **how: Any) -> Trajecto
             return trajectory
         made: Episode = here.environment.episode(lease.task, tools.seed)  # type: ignore[attr-defined]
         return await episode(made, tools.conversation(tools.id), here.settings.max_turns)
-    except (RolloutError, TokenMismatch) as error:
-        return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, here.settings))
+    except (RolloutError, TokenMismatch, SystemExit) as error:
+        return Trajectory(id=tools.id, samples=(), failure=_as_drop(error, here, lease))
     finally:
         here.returned(lease)
 
@@ -265,12 +266,16 @@ def _refuse_bad_reward(trajectory: Trajectory, environment: Environment) -> None
         check_reward(trajectory.reward, type(environment).__qualname__)
 
 
-def _as_drop(error: Exception, settings: Settings) -> Drop:
+def _as_drop(error: BaseException, here: Rollouts, lease: Lease) -> Drop:
     if isinstance(error, RolloutError):
         return Drop(reason=error.reason, detail=error.detail)
     if isinstance(error, TokenMismatch):
         return Drop(reason="token_mismatch", detail=error.detail)
-    return Drop(reason=EpisodeTimeout.reason, detail=f"ran past {settings.episode_timeout_s:g} s")
+    if isinstance(error, SystemExit):  # a grader that was a script; it must not end this process
+        who = f"environment {type(here.environment).__name__}: task {lease.task.id!r}"
+        return Drop(reason=EpisodeError.reason, detail=f"{who}: its code called exit({error.code})")
+    limit = here.settings.episode_timeout_s
+    return Drop(reason=EpisodeTimeout.reason, detail=f"ran past {limit:g} s")
 
 
 @asynccontextmanager

@@ -318,7 +318,7 @@ def _default_factories(registry: Registry) -> ModuleType:
                 return component(config, context)
             except MilesError:
                 raise
-            except Exception as error:  # a constructor is other people's code: name whose
+            except (Exception, SystemExit) as error:  # other people's code: name whose
                 raise PluginError(
                     f"{registry.entry(kind, name)} cannot be built: {type(error).__name__}: {error}"
                 ) from error

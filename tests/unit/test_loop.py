@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -269,6 +270,27 @@ def test_loop_reward_that_is_no_number_is_a_failure_at_every_depth(depth: str, r
     drop = run.finished[0][1]
     assert drop is not None and drop.reason == "bad_reward"
     assert "Odd': reward is" in drop.detail
+
+
+@pytest.mark.parametrize("depth", ["play", "rollout"])
+def test_loop_exit_in_an_environment_is_a_failure_of_its_group(depth: str) -> None:
+    class Leaves:
+        async def play(self, task: Task, seed: int, tools: Any) -> Trajectory:
+            if task.id == "0":
+                sys.exit("usage: grade FILE")
+            return trajectory(tools.id, 0)
+
+        async def rollout(self, task: Task, tools: Any) -> Group:
+            made = await self.play(task, 0, tools)
+            return Group(id=tools.group, task=task, trajectories=(made,))
+
+    if depth == "play":
+        del Leaves.rollout
+    run = train(Run(Leaves(), steps=1))
+    assert run.trained == [[1, 2]]
+    drop = run.finished[0][1]
+    assert drop is not None and drop.reason == "episode_error"
+    assert drop.detail == "environment Leaves: task '0': its code called exit(usage: grade FILE)"
 
 
 def test_loop_group_under_another_id_is_named() -> None:

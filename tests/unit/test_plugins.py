@@ -214,12 +214,11 @@ def test_build_refuses_a_component_that_lies_about_its_protocol(
     assert "liar 1.0" in str(caught.value)
 
 
-def test_build_names_a_constructor_that_raises(install, component, tmp_path):
-    broken = component.replace("self.config = config", "raise ZeroDivisionError('oops')")
+@pytest.mark.parametrize("raised", ["ZeroDivisionError", "SystemExit"])
+def test_build_names_a_constructor_that_raises(install, component, tmp_path, raised):
+    broken = component.replace("self.config = config", f"raise {raised}('oops')")
     install("bad", {"miles.environment": {"words": "bad_mod:Words"}}, {"bad_mod.py": broken})
-    with pytest.raises(
-        PluginError, match=r"words.*bad 1\.0.*cannot be built: ZeroDivisionError: oops"
-    ):
+    with pytest.raises(PluginError, match=rf"words.*bad 1\.0.*cannot be built: {raised}: oops"):
         build(Registry.load(), tmp_path)
 
 
