@@ -2,26 +2,24 @@
 
 The buffer admits new groups, holds finished ones, hands the trainer batches that are fresh enough,
 and keeps the accounts: every group that was started is in flight, buffered, in training, trained,
-or dropped for a named reason. It never samples, trains or reads a clock other than to say how long
-it waited.
+or dropped for a named reason. It reads a clock only to say how long something waited.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from miles.accounts import Accounts
 from miles.starvation import Standstill, starved
 from miles.types import Drop, Group, Task
 
 __all__ = ["Buffer", "Lease"]
-
-_log = logging.getLogger(__name__)
 
 
 def _now() -> float:
@@ -79,9 +77,8 @@ class Buffer:
         self.published_version = version
         self.until = until  # version after which no group is needed
         self.accounts = Accounts()
-        self.ended: list[
-            tuple[int, str]
-        ] = []  # (group id, "trained" or the drop's reason) since the last ledger line
+        # (group id, "trained" or the drop's reason) since the last ledger line
+        self.ended: list[tuple[int, str]] = []
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
         self._since: dict[int, float] = {}  # group id -> when it began
@@ -94,11 +91,11 @@ class Buffer:
         self._oldest: dict[int, int | None] = {}  # of groups in `_ready` and in training
         self._training: dict[int, Lease] = {}
         self.lags: list[int] = []  # staleness of the groups taken last, when they were taken
-        self._held = 0
-        self._held_s = 0.0  # that `take` waited while new groups were held
+        self._held, self._held_s = 0, 0.0  # new groups; seconds that `take` waited meanwhile
         self._closed = self._stopped = False
         self._changed = asyncio.Event()
         self._last_arrival = _now()
+        self._waits: tuple[int, float, Accounts] | None = None  # `take`: for how many, since, then
 
     # ---- admission
 
@@ -227,9 +224,15 @@ class Buffer:
         When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty
         also after `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
         """
-        self._last_arrival = began = _now()
-        seen = replace(self.accounts, dropped=Counter(self.accounts.dropped))
-        told = False
+        self._last_arrival = _now()
+        a = self.accounts
+        self._waits = count, self._last_arrival, replace(a, dropped=Counter(a.dropped))
+        try:
+            return await self._take(count, last)
+        finally:
+            self._waits = None
+
+    async def _take(self, count: int, last: str) -> list[Group]:
         self._evict()
         while True:
             if self._stopped:
@@ -240,16 +243,11 @@ class Buffer:
                 return self._collect(count)
             if self._closed and not self.accounts.in_flight:
                 return self._collect(len(self._ready)) if last == "keep" else []
-            left = self._last_arrival + self.starved_after_s - _now()
-            patience: float | None = left
-            if left <= 0:
-                still = self._standstill(count, began, seen)
+            patience = self._last_arrival + self.starved_after_s - _now()
+            if patience <= 0 and (still := self.standstill()) is not None:
                 if not still.in_flight or still.dropped:
                     raise starved(still)
-                patience = None  # attempts are merely slow; each has its own deadline
-                if not told:
-                    _log.warning("the trainer waits: %s", still)
-                told = True
+                patience = inf  # attempts are merely slow; each has its own deadline
             if not self._held:
                 await self._wait(patience)
             else:
@@ -283,7 +281,12 @@ class Buffer:
         self._changed.set()
         return taken
 
-    def _standstill(self, count: int, began: float, seen: Accounts) -> Standstill:
+    def standstill(self) -> Standstill | None:
+        """What the trainer waits for, and what it saw since it does; None while it does not, and
+        while new groups are held."""
+        if self._waits is None or self._held:
+            return None
+        count, began, seen = self._waits
         now, a = _now(), self.accounts
         first = min(self._since, key=self._since.__getitem__, default=None)
         longest = None
@@ -367,8 +370,7 @@ class Buffer:
         self._changed.set()
 
     def leases(self) -> list[Lease]:
-        """Every group that was started and has not ended, by id: what a resumed run starts
-        again."""
+        """Groups that were started and have not ended, by id: a resumed run starts them again."""
         return [self._leases[i] for i in sorted(self._leases)]
 
     def held_s(self) -> float:
@@ -393,8 +395,6 @@ class Buffer:
 
     async def _wait(self, timeout: float | None) -> None:
         self._changed.clear()
-        try:
-            async with asyncio.timeout(timeout):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if timeout == inf else timeout):
                 await self._changed.wait()
-        except TimeoutError:
-            pass

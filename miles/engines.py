@@ -128,13 +128,15 @@ class Engines:
         calls = (handle.call(target, timeout=self._timeout_s) for handle in self.handles)
         return list(await asyncio.gather(*calls))
 
-    async def faults(self) -> list[WorkerError | None]:
-        """Of each engine, why it does not say its version; None when it does."""
-        return await asyncio.gather(*(self._fault(handle) for handle in self.handles))
+    async def faults(self, *, within_s: float | None = None) -> list[WorkerError | None]:
+        """Of each engine, why it does not say its version in `silent_after_s`, or in so many
+        seconds; None when it does."""
+        limit = self._silent_after_s if within_s is None else within_s
+        return await asyncio.gather(*(self._fault(handle, limit) for handle in self.handles))
 
-    async def _fault(self, handle: Handle) -> WorkerError | None:
+    async def _fault(self, handle: Handle, limit_s: float) -> WorkerError | None:
         try:
-            await handle.call("engine.version", timeout=self._silent_after_s)
+            await handle.call("engine.version", timeout=limit_s)
         except WorkerError as error:
             return error
         except EngineError as error:  # its worker is well; what it samples with is not

@@ -21,6 +21,7 @@ from miles.types import Group
 __all__ = ["Measure"]
 
 _CLOCKS = ("wait", "train", "publish", "eval_wait")
+_SILENT_STEPS = 10
 _inside: ContextVar[list[float] | None] = ContextVar("inside", default=None)
 
 
@@ -35,6 +36,9 @@ class Measure:
         self._retried = 0
         self._trained = _Lengths()
         self._returned = _Lengths()
+        self._signal_at = 0  # step whose groups differed last
+        self._silence_told = _SILENT_STEPS
+        self._attempts = self._truncated = 0  # since then
         self._rollouts: Mapping[str, float] = {}
         self._eval_lags: list[int] = []
         self._health: Mapping[str, float] = {}
@@ -64,6 +68,36 @@ class Measure:
     def came_back(self, group: Group) -> None:
         """A group is back, whatever becomes of it."""
         self._returned.add(group)
+
+    def lengths(self) -> dict[str, list[int]]:
+        """What `length/trained` and `length/returned` are means of: (tokens, trajectories)."""
+        each = {"trained": self._trained, "returned": self._returned}
+        return {name: [one.tokens, one.trajectories] for name, one in each.items()}
+
+    def go_on(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        """Go on from `lengths` of the run that is resumed."""
+        for name, one in (("trained", self._trained), ("returned", self._returned)):
+            one.tokens, one.trajectories = lengths.get(name, (0, 0))
+
+    def no_signal(self, groups: Sequence[Group], step: int) -> list[str]:
+        """A sentence when the groups of many steps in a row taught nothing by comparison; `step` is
+        the stage's. Said after 10 such steps, 20, 40, and so on."""
+        several = [g for g in groups if len(g.trajectories) > 1]
+        equal = [g for g in several if len({t.reward for t in g.trajectories}) == 1]
+        if not several or len(equal) < len(several):
+            self._signal_at, self._silence_told = step, _SILENT_STEPS
+            self._attempts = self._truncated = 0
+            return []
+        self._attempts += sum(len(g.trajectories) for g in groups)
+        self._truncated += sum(g.truncated for g in groups)
+        if (silent := step - self._signal_at) < self._silence_told:
+            return []
+        self._silence_told *= 2
+        last, cut = groups[0].trajectories[0].reward, self._truncated / self._attempts
+        return [
+            f"no signal: in {silent} steps every group's attempts had equal rewards (zero variance "
+            f"100 %; the last {last:g}); {cut:.0%} of the attempts were truncated by a length limit"
+        ]
 
     def engine_health(self, health: Mapping[str, float]) -> None:
         """Counters of the engine since its start, read once a step."""

@@ -228,9 +228,13 @@ class _Run:
             stage.interrupt()
         try:
             async with asyncio.TaskGroup() as beside:
-                watch = beside.create_task(stage.weights.watch(), name="watch engines")
+                watches = [
+                    beside.create_task(stage.weights.watch(), name="watch engines"),
+                    beside.create_task(stage.watch_waiting(), name="watch the trainer wait"),
+                ]
                 await loop.train(stage)
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
             if not self.interrupted and stage.shared.version < stage.last:
                 await stage.end_early()
         except BaseExceptionGroup as group:

@@ -30,7 +30,7 @@ from miles.errors import (
     WorkerError,
 )
 from miles.eval_fleet import EvalFleet
-from miles.evaluations import Evaluations, Watched
+from miles.evaluations import Evaluations, Snapshots, Watched
 from miles.measure import Measure
 from miles.placement import Placement
 from miles.pool import Pool
@@ -40,6 +40,7 @@ from miles.settings import Settings
 from miles.shared import Shared
 from miles.threads import in_thread
 from miles.types import Array, Drop, Group, Sampling, Task
+from miles.waiting import tell
 from miles.weights import Weights
 
 __all__ = ["Shared", "Stage"]
@@ -71,7 +72,7 @@ class Stage:
         self.published = False  # whether the engine has had weights in this stage
         self.eval_fleet: EvalFleet | None = None  # engines that only evaluate
         self.eval_sets: Collection[str] = ()  # those with an environment of their own
-        self.evaluations = Evaluations(self, folder=shared.directory / "snapshots")
+        self.evaluations = Evaluations(self, Snapshots(shared.directory / "snapshots"))
 
     # set by `build`
     environment_name: str
@@ -269,7 +270,7 @@ class Stage:
         )
         metrics["stage_step"] = step - self.first
         self.shared.tracking.moment("step_finished", metrics)
-        for text in update.warnings:
+        for text in [*update.warnings, *self.measure.no_signal(groups, step - self.first)]:
             self.shared.tracking.moment("warned", {"text": text})
         if step % _SAMPLE_EVERY == 0 or step == self.last:
             self._keep_text(step, groups[0])
@@ -297,6 +298,15 @@ class Stage:
             file.write(json.dumps(line) + "\n")
 
     # ---- checkpoints
+
+    async def watch_waiting(self) -> None:
+        """Say now and then what the trainer waits for, while it does; ends only when cancelled."""
+
+        def say(text: str) -> None:
+            self.shared.tracking.moment("warned", {"text": text})
+
+        engines = self.engines if self.samples else None
+        await tell(self.buffer, engines, first_s=self.settings.starved_after_s / 8, say=say)
 
     async def checkpoint(self, step: int) -> None:
         """When due. The stage's last step is written by `finish`, after its evaluation."""
@@ -342,6 +352,7 @@ class Stage:
             "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
             "unused": msgspec.to_builtins(self.buffer.unused),
             "retried": dict(self.buffer.retried),
+            "lengths": self.measure.lengths(),
         }
 
     def _describe(self, directory: Path) -> None:
@@ -383,3 +394,4 @@ class Stage:
         ]
         self.buffer.unused = msgspec.convert(state["unused"], list[Task])
         self.buffer.retried = Counter(state["retried"])
+        self.measure.go_on(state.get("lengths", {}))

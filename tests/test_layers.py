@@ -58,7 +58,8 @@ TABLE = {
         "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
-        "stage shared pool here engines weights probe served sessions fleet rollouts assemble run"
+        "stage shared pool here engines weights probe waiting served sessions fleet rollouts"
+        " assemble run"
         " simulate serve evaluate evaluations eval_fleet convert worker cli __main__",
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",

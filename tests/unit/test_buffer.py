@@ -358,18 +358,21 @@ def test_buffer_starts_nothing_that_no_step_will_take() -> None:
     assert not b.room()
 
 
-def test_buffer_slow_attempts_do_not_starve_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffer_slow_attempts_do_not_starve_the_trainer() -> None:
     """Nothing was dropped and something is in flight: its own deadline decides, not the trainer's;
-    a warning names it."""
+    meanwhile it can be asked what it waits for."""
 
     async def main() -> int:
         b = buffer(groups_per_step=1, starved_after_s=0.02)
         b.start(lease(0))
+        assert b.standstill() is None
         taking = asyncio.create_task(b.take(1))
         await asyncio.sleep(0.1)
+        said = str(b.standstill())
+        assert "0 of 1 groups" in said and "longest group 0 (task '0')" in said
         b.finish(group(0, 0), None)
-        return len(await taking)
+        taken = await taking
+        assert b.standstill() is None
+        return len(taken)
 
     assert asyncio.run(main()) == 1
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert "the trainer waits: 0 of 1 groups" in said and "longest group 0 (task '0')" in said

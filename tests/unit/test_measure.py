@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -192,6 +193,28 @@ def test_measure_shows_that_short_rollouts_are_preferred() -> None:
     buffer.max_lag = 1
     got = stepped(measure, buffer, taken(buffer, 1), 2)
     assert (got["length/trained"], got["samples/truncated"]) == (8, 1.0)
+
+
+def test_measure_goes_on_with_the_lengths_of_the_run_that_is_resumed() -> None:
+    """They began anew, and with them the bias that is told."""
+    before, after = Measure(), Measure()
+    before.came_back(group(0, [1.0, 0.0], 0))
+    before._trained.add(group(1, [1.0], 0))
+    after.go_on(json.loads(json.dumps(before.lengths())))
+    assert after.lengths() == before.lengths() and after._returned.mean == before._returned.mean > 0
+
+
+def test_measure_says_that_there_is_no_signal_after_10_steps_20_and_40() -> None:
+    measure, told = Measure(), {}
+    for step in range(1, 100):
+        rewards = [0.0, 1.0] if step == 50 else [0.0, 0.0]
+        if said := measure.no_signal([group(step, rewards, 0), group(step, [1.0, 1.0], 0)], step):
+            told[step] = said
+    assert list(told) == [10, 20, 40, 60, 70, 90]
+    ((text),) = told[20]
+    assert "in 20 steps every group's attempts had equal rewards (zero variance 100 %" in text
+    assert "0% of the attempts were truncated" in text
+    assert not Measure().no_signal([group(0, [0.0], 0)], 99)  # nothing to compare
 
 
 @pytest.mark.parametrize("seed", range(8))
