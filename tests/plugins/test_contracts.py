@@ -24,6 +24,8 @@ BUILT_IN = sorted(
 
 ELSEWHERE = {("sandbox", name) for name in ("agentenv", "daytona", "e2b", "modal")}
 """They need a server: `sandbox/test_vendor_contract.py` starts one and runs the suite."""
+ELSEWHERE |= {("runtime", "ray")}
+"""It needs a cluster, which `runtime/test_ray.py` starts once."""
 
 
 def _each(test):

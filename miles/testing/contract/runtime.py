@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import MilesError, PluginError, WorkerError
+from miles.identity import process_alive
 from miles.protocols import Spec
 from miles.testing.contract.case import Case, expect, inapplicable, raises
 
@@ -83,15 +84,15 @@ async def check_what_cannot_be_built(case: Case) -> None:
 async def check_rebuild(case: Case) -> None:
     """`rebuild` replaces the parts in the same processes."""
     async with _runtime(case) as runtime:
-        before = _descendants()
         handle = await _start(case, runtime, "rebuilt")
-        started = _descendants() - before
+        started = await handle.call("worker.identity", timeout=60)
         await runtime.rebuild(handle, [case.companion_spec("precision")], _context(case))
         answer = await handle.call("precision.fingerprint", timeout=60)
         expect(answer == case.companion("precision").fingerprint(), f"fingerprint is {answer!r}")
         with raises(MilesError, "calling a part that a rebuild removed"):
             await handle.call("model.hf_config", timeout=60)
-        expect(started <= _descendants(), "rebuild started other processes")
+        now = await handle.call("worker.identity", timeout=60)
+        expect(now == started, "rebuild started another process")
 
 
 async def check_log(case: Case) -> None:
@@ -105,13 +106,8 @@ async def check_log(case: Case) -> None:
 async def check_death(case: Case) -> None:
     """A worker that is killed makes its calls fail with a `WorkerError` that names it, soon."""
     async with _runtime(case) as runtime:
-        before = _descendants()
         handle = await _start(case, runtime, "mortal")
-        started = _descendants() - before
-        if not started:
-            inapplicable("its workers are not this process's descendants")
-        for process in started:
-            os.kill(process, signal.SIGKILL)
+        os.kill(_number(await _here(handle)), signal.SIGKILL)
         try:
             async with asyncio.timeout(30):
                 with raises(WorkerError, "calling a worker that was killed"):
@@ -123,15 +119,12 @@ async def check_death(case: Case) -> None:
 async def check_end(case: Case) -> None:
     """`end` ends one handle's processes, however busy, and no other's."""
     async with _runtime(case) as runtime:
-        before = _descendants()
         busy = await _start(case, runtime, "busy")
-        theirs = _descendants() - before
         other = await _start(case, runtime, "other")
-        for process in theirs:
-            os.kill(process, signal.SIGSTOP)  # as stuck as a process can be
+        identity = await _here(busy)
+        os.kill(_number(identity), signal.SIGSTOP)  # as stuck as a process can be
         await runtime.end(busy)
-        left = theirs & _descendants()
-        expect(not left, f"after end() {len(left)} of its processes are left")
+        expect(not process_alive(identity), "after end() its process is left")
         with raises(MilesError, "calling a worker that was ended"):
             await busy.call("precision.fingerprint", timeout=20)
         expect(
@@ -175,6 +168,18 @@ def _context(case: Case) -> Any:
 async def _start(case: Case, runtime: Any, name: str, *, world: int = 1) -> Any:
     specs = [case.companion_spec(kind) for kind in PARTS]
     return await runtime.start(name, specs, _context(case), world=world)
+
+
+async def _here(handle: Any) -> str:
+    """The identity of a worker on this machine."""
+    identity: str = await handle.call("worker.identity", timeout=60)
+    if not process_alive(identity):
+        inapplicable("its workers are on other machines")
+    return identity
+
+
+def _number(identity: str) -> int:
+    return int(identity.split(".")[-2])
 
 
 async def _expect_gone(before: set[int], when: str) -> None:
