@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Whole", "contents", "dtype_name"]
+__all__ = ["Whole", "contents", "dtype_name", "hexadecimal", "sums"]
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -66,10 +66,18 @@ def dtype_name(tensor: Tensor) -> str:
 def contents(tensors: Sequence[Tensor]) -> list[str]:
     """16 hex digits for each tensor, of its bytes in row-major order; one wait for the device for
     all of them."""
-    if not tensors:
-        return []
-    sums = torch.stack([_sum(tensor) for tensor in tensors]).tolist()
-    return [f"{value & ((1 << 64) - 1):016x}" for value in sums]
+    return hexadecimal(sums(tensors))
+
+
+def sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """() int64 for each tensor, where it lies; `hexadecimal` makes their digests."""
+    return [_sum(tensor) for tensor in tensors]
+
+
+def hexadecimal(found: Sequence[Tensor]) -> list[str]:
+    """Digests of `sums`."""
+    values = torch.stack(list(found)).tolist() if found else []
+    return [f"{value & ((1 << 64) - 1):016x}" for value in values]
 
 
 class Whole:

@@ -37,13 +37,21 @@ class SnapshotSender:
     writes."""
 
     def __init__(
-        self, trainer: Trainer, *, rank: int, directory: Path, file_bytes: int, model: Any
+        self,
+        trainer: Trainer,
+        *,
+        rank: int,
+        directory: Path,
+        file_bytes: int,
+        model: Any,
+        name: str = "version_",
     ) -> None:
         self._trainer = trainer
         self._writes = rank == 0
         self._directory = directory
         self._file_bytes = file_bytes
         self._model = model
+        self._name = name  # before the version
         self._new: Path | None = None  # written, and not known to be served everywhere
         self._kept: Path | None = None  # served by every engine
 
@@ -56,7 +64,7 @@ class SnapshotSender:
                 pass
             return {}
         self._clear()
-        writer = Writer(self._directory, file_bytes=self._file_bytes)
+        writer = Writer(self._directory, file_bytes=self._file_bytes, name=self._name)
         stream = self._trainer.export()
         try:
             with writer:
@@ -87,7 +95,7 @@ class SnapshotSender:
         if not self._directory.is_dir():
             return
         for path in self._directory.iterdir():
-            ours = path.name.startswith((_UNFINISHED, "version_"))
+            ours = path.name.startswith((_UNFINISHED + self._name, self._name))
             if ours and path not in (self._kept, self._new):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -106,10 +114,11 @@ class Writer:
     Used as a context manager, it leaves nothing behind unless `finish` was reached.
     """
 
-    def __init__(self, directory: Path, *, file_bytes: int) -> None:
+    def __init__(self, directory: Path, *, file_bytes: int, name: str = "version_") -> None:
         self._final = directory
+        self._name = name
         self._file_bytes = file_bytes
-        self._folder = directory / f"{_UNFINISHED}{secrets.token_hex(6)}"
+        self._folder = directory / f"{_UNFINISHED}{name}{secrets.token_hex(6)}"
         self._held: dict[str, torch.Tensor] = {}
         self._room = file_bytes
         self._files = 0
@@ -141,7 +150,7 @@ class Writer:
         self._room -= here.nbytes
         self.bytes += here.nbytes
         entry = {"name": name, "dtype": dtype_name(here), "shape": list(here.shape)}
-        entry |= {"bytes": here.nbytes, "content": content, "file": self._name()}
+        entry |= {"bytes": here.nbytes, "content": content, "file": self._file()}
         self.entries.append(entry)
 
     def finish(self, version: int, config: Mapping[str, Any] | None) -> Path:
@@ -160,21 +169,21 @@ class Writer:
         )
         manifest = {"version": version, "digest": self.digest, "tensors": self.entries}
         write_json(self._folder / MANIFEST, manifest)
-        final = self._final / f"version_{version:06d}.{secrets.token_hex(3)}"
+        final = self._final / f"{self._name}{version:06d}.{secrets.token_hex(3)}"
         with _naming(final):
             flush_folder(self._folder)
             self._folder.rename(final)
             flush_folder(self._final)
         return final
 
-    def _name(self) -> str:
+    def _file(self) -> str:
         return f"model-{self._files + 1:05d}.safetensors"
 
     def _flush(self) -> None:
         self._wait()
         if not self._held:
             return
-        path, ready = self._folder / self._name(), self._held
+        path, ready = self._folder / self._file(), self._held
         self._held, self._room = {}, self._file_bytes
         self._files += 1
         self._writing = self._thread.submit(_write_tensors, path, ready)

@@ -1,0 +1,145 @@
+"""Weights are broadcast from the trainer to engines on other GPUs, in a process group of their own.
+
+The driver's half: it brings the sides together and passes names and sizes, never tensors. Both
+worker halves are in `broadcast`, which imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from miles import ConfigError, Context, Engine, Handle, Trainer
+from miles_plugins.transport.bucketed import Bucketed, positive
+from miles_plugins.transport.calling import everywhere
+
+__all__ = ["Nccl", "gpus_here"]
+
+
+class Nccl(Bucketed):
+    """NCCL broadcast to engines on other GPUs: flat buckets, one sent while the next is gathered.
+
+    For `placement=split`. Trainer rank 0 and every rank of every engine form a process group of
+    their own at the first publish, and again when an engine was started again. Embedded engines
+    stage the stream and switch when all of it is proven; an SGLang server takes the same broadcast
+    on `/update_weights_from_distributed`. With `backend=gloo` it runs between CPUs.
+    """
+
+    name = "nccl"
+    brings = ("tensors", "native")
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        """Where the sides meet, how large buckets are, and how they are checked."""
+
+        backend: Literal["nccl", "gloo"] = "nccl"
+        """What broadcasts: `nccl` between GPUs, `gloo` between CPUs."""
+        host: str = "127.0.0.1"
+        """Address of the trainer's rank 0, at which engines meet it."""
+        bucket_bytes: int = 256 * 2**20
+        """Bytes per bucket, of which there are two; a larger tensor gets one of its own size."""
+        timeout_s: float = 120.0
+        """Seconds that meeting, and one bucket, may take."""
+        verify_every: int = 20
+        """Publishes from one comparison of contents to the next; the first one, and one to an
+        engine that was started again, always are compared."""
+
+    @classmethod
+    def example_config(cls, directory: Path) -> dict[str, Any]:
+        """For the contract suite: between CPUs."""
+        return {"backend": "gloo", "timeout_s": 5.0}
+
+    def __init__(self, config: Config, context: Context) -> None:
+        if faults := positive(config, "bucket_bytes", "timeout_s", "verify_every"):
+            raise ConfigError(f"transport nccl: {'; '.join(faults)}")
+        super().__init__(config.verify_every)
+        self.config = config
+        self.context = context
+        self._group: tuple[int, ...] = ()  # handles of the engines in it
+
+    @classmethod
+    def check(cls, config: Config, planned: Any) -> list[str]:
+        """Values that cannot be meant, and layouts in which two ranks would share a GPU."""
+        faults = positive(config, "bucket_bytes", "timeout_s", "verify_every")
+        if config.backend != "nccl":
+            return faults
+        if planned.settings.placement == "colocated":
+            faults.append(
+                "placement is colocated, and NCCL refuses two ranks on one GPU; use transport=ipc, "
+                "or placement=split"
+            )
+        trainer, engine = (dict(planned.specs[kind].config) for kind in ("trainer", "engine"))
+        for kind, config_of in (("trainer", trainer), ("engine", engine)):
+            if config_of.get("device") == "cpu":
+                faults.append(
+                    f"{kind}.device is cpu, and NCCL moves between GPUs; use transport.backend=gloo"
+                )
+        wanted = int(trainer.get("workers", 1)) + int(engine.get("workers", 1))
+        present = gpus_here()
+        if not faults and present is not None and present < wanted:
+            faults.append(
+                f"trainer and engines are {wanted} ranks, and NCCL needs a GPU for each; here are "
+                f"{present}"
+            )
+        return faults
+
+    def sender(self, trainer: Trainer) -> Any:
+        """The half for a trainer worker."""
+        from miles_plugins.transport.broadcast import BroadcastSender
+
+        return BroadcastSender(
+            trainer,
+            rank=self.context.rank,
+            bucket_bytes=self.config.bucket_bytes,
+            directory=Path(self.context.directory) / "weights",
+            model=self.context.model,
+            backend=self.config.backend,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def receiver(self, engine: Engine) -> Any:
+        """The half for an engine worker."""
+        from miles_plugins.transport.broadcast import BroadcastReceiver
+
+        return BroadcastReceiver(
+            engine, backend=self.config.backend, timeout_s=self.config.timeout_s
+        )
+
+    async def set_up(
+        self, trainer: Handle, engines: Sequence[Handle], begun: Sequence[dict[str, Any]]
+    ) -> None:
+        """Have everybody meet, unless the same already did."""
+        members = tuple(map(id, engines))
+        if members == self._group:
+            return
+        host, name = self.config.host, f"miles-{secrets.token_hex(8)}"
+        world = 1 + sum(each["ranks"] for each in begun)
+        port = await trainer.call("sender.open", host, name, world)
+        offset, joins = 1, []
+        for engine, each in zip(engines, begun, strict=True):
+            join = ("receiver.join", host, port, name, offset, world)
+            joins.append(everywhere([engine], self.name, *join))
+            offset += each["ranks"]
+        await asyncio.gather(trainer.call("sender.join"), *joins)
+        self._group = members
+
+    async def give_up(self, trainer: Handle, engines: Sequence[Handle]) -> None:
+        """Leave the group as well: a broadcast that was cut short leaves it unusable."""
+        self._group = ()
+        await super().give_up(trainer, engines)
+
+
+def gpus_here() -> int | None:
+    """NVIDIA GPUs of this machine that `CUDA_VISIBLE_DEVICES` shows; None when there is no driver
+    to tell (the run's machine may be another)."""
+    try:
+        present = len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if shown is None else min(present, len([x for x in shown.split(",") if x]))
