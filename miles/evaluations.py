@@ -22,7 +22,7 @@ from miles.batch import Score, Skipped, version_fault
 from miles.eval_fleet import EvalFleet
 from miles.types import Group, Sampling, Task
 
-__all__ = ["Evaluations", "Watched", "guarded", "score_directory"]
+__all__ = ["Evaluations", "Snapshots", "Watched", "guarded", "score_directory"]
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 5.0  # beyond an evaluator's own limit, which it keeps if it is one of ours
@@ -96,14 +96,41 @@ class Watched:
         return Skipped(set=result.set, reason=fault) if fault else result
 
 
+class Snapshots:
+    """Weights to score, in a folder on disk; the stage writes them."""
+
+    sealed = True
+    """Whether each has a manifest, against which it is to be checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    async def left(self, version: int) -> list[tuple[int, Path]]:
+        """(step, directory) of those that a killed run left; what was not complete, and what is
+        of weights later than `version`, is removed."""
+        for partial_one in self.folder.glob(".step_*"):
+            await self.remove(partial_one)
+        kept = []
+        for path in checkpoint.find(self.folder):
+            step = int(path.name.partition("_")[2])
+            if step > version:
+                await self.remove(path)
+            else:
+                kept.append((step, path))
+        return kept
+
+    async def remove(self, directory: Path) -> None:
+        """It is scored, or of no use."""
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
 class Evaluations:
     """Of one stage: on the rollout engines one at a time, from snapshots in order, beside the
     training."""
 
-    def __init__(self, ground: Ground, *, folder: Path) -> None:
-        """`folder` holds the snapshots."""
+    def __init__(self, ground: Ground, snapshots: Snapshots) -> None:
         self._ground = ground
-        self._folder = folder
+        self._snapshots = snapshots
         self._sharing: asyncio.Task[None] | None = None
         self._sharing_version = -1
         self._pending: dict[int, asyncio.Task[None]] = {}
@@ -174,14 +201,8 @@ class Evaluations:
     async def _take_up(self, version: int) -> None:
         """Snapshots that a killed run left: those of this line of weights are scored yet."""
         self._taken_up = True
-        for partial_one in self._folder.glob(".step_*"):
-            await _removed(partial_one)
-        for path in checkpoint.find(self._folder):
-            step = int(path.name.partition("_")[2])
-            if step > version:
-                await _removed(path)
-            else:
-                self._start(step, path)
+        for step, directory in await self._snapshots.left(version):
+            self._start(step, directory)
 
     async def _queue(self, version: int, *, last: bool) -> None:
         """Take a snapshot, if there is room for one; the last version waits for room in any
@@ -200,7 +221,7 @@ class Evaluations:
 
         async def take() -> Results:
             with ground.timing("eval_wait"):
-                self._start(version, await ground.snapshot(self._folder))
+                self._start(version, await ground.snapshot(self._snapshots.folder))
             return []
 
         self._record(version, await guarded(version, take))
@@ -217,12 +238,13 @@ class Evaluations:
         cancelled stays for a resumed run."""
         ground = self._ground
         scoring = partial(
-            score_directory, ground.evaluator, version, directory, fleet=ground.eval_fleet
-        )
+            score_directory, ground.evaluator, version, directory,
+            fleet=ground.eval_fleet, sealed=self._snapshots.sealed,
+        )  # fmt: skip
         async with self._turn:
             results = await guarded(version, scoring)
         self._record(version, results)
-        await _removed(directory)
+        await self._snapshots.remove(directory)
 
     def _record(self, step: int, results: Results) -> None:
         """Tell everyone of scores of the version that `step` made, whenever they come."""
@@ -303,7 +325,3 @@ def _words(error: BaseException) -> str:
         error = error.exceptions[0]
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-async def _removed(path: Path) -> None:
-    await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)

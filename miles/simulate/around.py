@@ -215,18 +215,21 @@ class Worker:
 class Rollouts:
     """Implements `miles.loop.Rollouts`."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, *, router: Any = None) -> None:
+        """`router` is for evaluations on engines of their own; without it, attempts are on the
+        engines that train."""
         self._simulation = simulation
         self.settings = simulation.settings
         self.environment = simulation.environment
-        router: Any = simulation.router
-        self._engine = Partial(router) if self.settings.partial else router
-        self._sampler = router
+        self.attempts: dict[int, list[str]] = {}
+        """Names of attempts by group in flight."""
+        self._sampler: Any = router or simulation.router
+        self._engine = Partial(self._sampler) if self.settings.partial else self._sampler
         self._sampling = Sampling(max_new_tokens=self.settings.max_new_tokens)
 
     def tools(self, lease: Lease, index: int | None, sampling: Sampling | None = None) -> Tools:
         name = f"g{lease.id}.{index}"
-        self._simulation.attempts.setdefault(lease.id, []).append(name)
+        self.attempts.setdefault(lease.id, []).append(name)
         return cast(
             Tools,
             SimpleNamespace(

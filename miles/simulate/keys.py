@@ -17,6 +17,7 @@ from miles.simulate.distributions import Distribution
 __all__ = [
     "EngineKeys",
     "EnvironmentKeys",
+    "EvaluationKeys",
     "FaultKeys",
     "Keys",
     "PublishKeys",
@@ -144,6 +145,18 @@ class EnvironmentKeys:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationKeys:
+    """What evaluations apart from training take; on engines, attempts are as the environment's."""
+
+    snapshot_s: float = 0.0
+    """Seconds to write a snapshot, for which training waits."""
+    load_s: float = 0.0
+    """Seconds until engines that only evaluate serve a snapshot, verified."""
+    command_s: Distribution = field(default_factory=lambda: Distribution(mean=60.0))
+    """Seconds that a command (evaluator `external`) takes to score a checkpoint directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKeys:
     """What goes wrong, at random times."""
 
@@ -178,6 +191,8 @@ class Keys:
     """How the transport is modelled."""
     environment: EnvironmentKeys = field(default_factory=EnvironmentKeys)
     """How attempts are modelled."""
+    evaluation: EvaluationKeys = field(default_factory=EvaluationKeys)
+    """How evaluations apart from training are modelled."""
     faults: FaultKeys = field(default_factory=FaultKeys)
     """What goes wrong."""
 

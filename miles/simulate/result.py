@@ -143,7 +143,8 @@ def lines(result: Result) -> list[str]:
     ]
     for one in result.evaluations:
         said = f"skipped: {one['skipped']}" if "skipped" in one else f"{one.get('score', 0):.3f}"
-        found.append(f"evaluation       step {one['step']}, {one.get('set')}: {said}")
+        late = f" ({lag} steps later)" if (lag := one.get("lag_steps")) else ""
+        found.append(f"evaluation       step {one['step']}, {one.get('set')}: {said}{late}")
     return found
 
 

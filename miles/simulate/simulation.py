@@ -21,6 +21,7 @@ from miles import loop, pool
 from miles.assemble import make_buffer, make_placement
 from miles.batch import Batch, Tokens, Update
 from miles.errors import ConfigError
+from miles.evaluations import Evaluations
 from miles.protocols import Context
 from miles.router import Router
 from miles.seeds import derive_seed
@@ -28,6 +29,7 @@ from miles.settings import Settings
 from miles.simulate.around import Fleet, Outside, Pool, Rollouts, Worker
 from miles.simulate.engine import ModelledEngine
 from miles.simulate.environment import ModelledEnvironment
+from miles.simulate.evaluating import ModelledCommand, ModelledEvalFleet, NamedSnapshots
 from miles.simulate.keys import Keys
 from miles.simulate.parts import ModelledTrainer, ModelledWeights
 from miles.simulate.requests import blank
@@ -68,9 +70,8 @@ class Simulation(Stage):
         )
         self.environment_name = "modelled"
         self.evaluator = None
+        self.evaluations = Evaluations(self, NamedSnapshots(self.shared.directory / "snapshots"))
         self.returns: dict[int, Callable[[], None]] = {}
-        self.attempts: dict[int, list[str]] = {}
-        """Names of attempts by group in flight."""
         self.workers: dict[str, Worker] = {}
         """Rollout workers, where they die."""
         self.deaths: Counter[str] = Counter()
@@ -128,6 +129,12 @@ class Simulation(Stage):
             settings, buffer=self.buffer, trainer=trainer, engines=self.engines
         )
         self.rollouts = Rollouts(self)
+        place = getattr(self.evaluator, "place", "rollout")
+        if place == "apart":
+            count = int(getattr(self.evaluator, "workers", 1))
+            self.eval_fleet = cast(Any, ModelledEvalFleet(self, count=count))
+        elif place == "directory" and not isinstance(self.evaluator, ModelledCommand):
+            self.evaluator = ModelledCommand(self.evaluator, self)
         self.idle.watch(self.fleet)
 
     def _pool(self) -> Pool | pool.Pool:
@@ -169,6 +176,7 @@ class Simulation(Stage):
                 if not self.interrupted and self.shared.version < self.last:
                     await self.end_early()
             finally:
+                await self.evaluations.close()
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
@@ -232,6 +240,12 @@ class Simulation(Stage):
         self.saved = json.dumps(kept)
         return Path()
 
+    async def snapshot(self, folder: Path) -> Path:
+        """Its name, after `evaluation.snapshot_s`."""
+        version = self.trainer.version
+        await asyncio.sleep(self.keys.evaluation.snapshot_s)
+        return folder / f"step_{version:06d}"
+
     def stand_again(self, saved: str) -> None:
         """Go on where `saved` was; the simulation must be of that version and not have begun."""
         state = json.loads(saved)
@@ -284,7 +298,7 @@ class Simulation(Stage):
 
     def forget(self, group: int) -> None:
         """A group is over: its keys are free."""
-        for name in self.attempts.pop(group, ()):
+        for name in self.rollouts.attempts.pop(group, ()):
             self.router.release(name)
             for engine in self.fleet:
                 engine.ended(name)
@@ -355,12 +369,6 @@ def build(
         made.selector = registry.build(stage.specs["selector"], context)
         if (evaluator := stage.specs["evaluator"]) is not None:
             made.evaluator = registry.build(evaluator, context)
-            if (place := getattr(made.evaluator, "place", "rollout")) != "rollout":
-                raise ConfigError(
-                    f"stage {stage.name}: evaluator {evaluator.name!r} scores in place "
-                    f"{place!r}, of which there is no model; simulate with one that scores on the "
-                    "rollout engines, or with evaluator=null"
-                )
     except OSError as error:
         raise ConfigError(
             f"stage {stage.name}: selector or evaluator needs a run's directory: {error}"

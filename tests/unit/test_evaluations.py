@@ -15,7 +15,7 @@ import pytest
 from miles import EngineError, Sampling, Score, Skipped, Task, checkpoint
 from miles.buffer import Buffer
 from miles.errors import BufferStarved, WorkerError
-from miles.evaluations import Evaluations, Watched, score_directory
+from miles.evaluations import Evaluations, Snapshots, Watched, score_directory
 from miles.measure import Measure
 from miles.testing import make_group
 
@@ -82,7 +82,7 @@ class Ground:
         self.served = (0,)
         self.full = False
         self.folder = tmp_path / "snapshots"
-        self.evaluations = Evaluations(self, folder=self.folder)  # type: ignore[arg-type]
+        self.evaluations = Evaluations(self, Snapshots(self.folder))  # type: ignore[arg-type]
 
     async def score(self, version: int) -> Any:
         async def play(task: Task, **how: Any) -> Any:

@@ -24,6 +24,17 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return found.out + found.err
 
 
+@pytest.mark.parametrize("evaluator", ["fleet", "external"])
+def test_simulate_takes_evaluators_that_stand_apart(evaluator: str, capsys) -> None:
+    words = [w for w in SMALL if not w.startswith("evaluator.")]
+    more = ["evaluator.command='score {scores}'"] if evaluator == "external" else []
+    text = said(
+        capsys, *words, *more, f"evaluator={evaluator}", "eval_every=3", "evaluator.tasks=4",
+        "simulate.evaluation.load_s=30", "simulate.evaluation.command_s.mean=30",
+    )  # fmt: skip
+    assert "evaluation       step 3, heldout: 0." in text, text
+
+
 def test_simulate_tells_steps_idle_causes_and_draws(tmp_path: Path, capsys) -> None:
     picture = tmp_path / "line.svg"
     text = said(capsys, *SMALL, "eval_every=3", "--timeline", str(picture))
