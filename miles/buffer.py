@@ -85,7 +85,7 @@ class Buffer:
         self._running_total = 0
         self._began: dict[int, int] = {}  # group id -> version that was published as it began
         self._cancels: dict[int, Callable[[], object]] = {}
-        self._doomed: set[int] = set()  # cancelled, and not back yet
+        self._doomed: dict[int, int] = {}  # cancelled and not back yet -> version too late for it
         self._ready: dict[int, Group] = {}  # in order of arrival
         self._arrived: dict[int, float] = {}  # when each of them did
         self._oldest: dict[int, int | None] = {}  # of groups in `_ready` and in training
@@ -114,7 +114,8 @@ class Buffer:
             newest = min(newest, self.until)
         ahead = newest - self.trainer_version
         held = a.in_flight + a.buffered + a.training
-        if ahead <= 0 or held >= ahead * self.groups_per_step + self.oversample:
+        # while a step trains, its groups are complete: a new one can only be for a later step
+        if ahead <= bool(a.training) or held >= ahead * self.groups_per_step + self.oversample:
             return "max_lag allows no more to be under way"
         if a.buffered >= self.capacity:
             return "the buffer is full"
@@ -195,26 +196,24 @@ class Buffer:
             self.unused.append(task)
 
     def _cancel_doomed(self) -> None:
-        """End groups in flight that can no longer be fresh enough: their oldest token may be of the
-        version that was published as they began."""
+        """End groups in flight that can no longer be fresh enough when the trainer next takes any:
+        their oldest token may be of the version that was published as they began."""
+        next_take = self.trainer_version + bool(self._training)
         for group, began in self._began.items():
-            cancel = self._cancels.get(group)
-            if self.trainer_version - began <= self.max_lag or cancel is None:
-                continue
-            if group not in self._doomed:
-                self._doomed.add(group)
+            late = next_take - began > self.max_lag and group not in self._doomed
+            if late and (cancel := self._cancels.get(group)) is not None:
+                self._doomed[group] = next_take
                 self._retry(self._leases[group].task)
                 cancel()
 
     def doomed(self, group: int) -> Drop | None:
         """Why a group that was cancelled is dropped; None when it was not this buffer's doing."""
-        if group not in self._doomed:
+        if (next_take := self._doomed.pop(group, None)) is None:
             return None
-        self._doomed.discard(group)
         return Drop(
             reason="aborted",
             detail=f"began under version {self._began[group]}, more than max_lag "
-            f"({self.max_lag}) before the trainer's {self.trainer_version}",
+            f"({self.max_lag}) before version {next_take}, at which groups are taken next",
         )
 
     async def take(self, count: int, *, last: str = "keep") -> list[Group]:
@@ -278,6 +277,8 @@ class Buffer:
         self.lags = [self.staleness(g) for g in taken]
         self.accounts.buffered -= len(taken)
         self.accounts.training += len(taken)
+        if self.cancel_doomed:
+            self._cancel_doomed()
         self._changed.set()
         return taken
 
@@ -313,8 +314,6 @@ class Buffer:
             self._end(group.id, "trained")
         self.accounts.training -= len(groups)
         self.trainer_version = version
-        if self.cancel_doomed:
-            self._cancel_doomed()
         self._changed.set()
 
     def published(self, version: int) -> None:

@@ -218,16 +218,43 @@ def test_buffer_cancels_what_began_too_long_ago() -> None:
         assert cancelled == []  # group 1 is one version old, which is allowed
         b.start(lease(2), partial(cancelled.append, 2))
         b.finish(group(2, 1), None)
-        b.stepped(2, await b.take(1))
-        assert cancelled == [1]
+        taken = await b.take(1)
+        assert cancelled == [1]  # as soon as it is certain: the next are taken at version 2
+        b.stepped(2, taken)
         b.stepped(3, [])
         assert cancelled == [1]  # once
         drop = b.doomed(1)
         assert drop is not None and drop.reason == "aborted"
-        assert "began under version 0, more than max_lag (1)" in drop.detail
+        assert "began under version 0, more than max_lag (1) before version 2" in drop.detail
         b.finish(group(1, 0), drop)
         assert b.accounts.dropped == {"aborted": 1} and b.accounts.balanced
         assert [task.id for task in b.unused] == ["1"] and b.doomed(1) is None
+
+    asyncio.run(main())
+
+
+def test_buffer_synchronous_remainder_is_cancelled_at_take_and_not_replaced() -> None:
+    """What was started beyond a step's need ends when the step has its groups (a colocated trainer
+    would otherwise wait for it), and nothing else starts before new weights are there."""
+
+    async def main() -> None:
+        b = buffer(oversample=2, cancel_doomed=True)
+        cancelled: list[int] = []
+        for n in range(4):
+            assert b.room()
+            b.start(lease(n), partial(cancelled.append, n))
+        assert not b.room()
+        for n in (1, 3):
+            b.finish(group(n, 0), None)
+        taken = await b.take(2)
+        assert cancelled == [0, 2]
+        for n in cancelled:
+            b.finish(group(n, 0), b.doomed(n))
+        assert not b.room() and b.accounts.dropped == {"aborted": 2}
+        b.stepped(1, taken)
+        assert not b.room()
+        b.published(1)
+        assert b.room() and b.accounts.balanced
 
     asyncio.run(main())
 
