@@ -1,59 +1,118 @@
-"""A client of an SGLang server that somebody else runs: it samples, scores and aborts over HTTP.
+"""SGLang servers as engines: started and owned, or somebody else's that are given by address.
 
-Attach only: it starts no server and moves no weights. What is said on the wire is in `wording`.
+This module holds the component and the life of one server; requests are `asking`, weights
+`publishing`, what a server is started with `command`. Nothing of SGLang is imported: it lives in an
+environment of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
-
-import aiohttp
-import msgspec
-import numpy as np
+from typing import Any, Literal
 
 from miles import Array, Completion, ConfigError, Context, EngineError, Request, WeightSyncError
-from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang import checks, command, wording
+from miles_plugins.engine.sglang import facts as says
+from miles_plugins.engine.sglang.asking import Asking
+from miles_plugins.engine.sglang.http import Http
+from miles_plugins.engine.sglang.pairs import Pair
+from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket
+from miles_plugins.engine.sglang.server import Server, Slot
+from miles_plugins.engine.sglang.starting import key_of, start
 
 __all__ = ["Sglang"]
 
+_log = logging.getLogger(__name__)
+_FRESH_S = 2.0  # for which an answer counts as a sign of life
+_MEMORY = ("kv_cache", "weights")
+
 
 class Sglang:
-    """Any running SGLang server, at `url`: token ids go in, token ids and log-probs come out.
+    """SGLang servers, started and owned (`python` is an interpreter that has SGLang), or running
+    ones given by `url`.
 
     Log-probs are the server's: under the whole distribution at the sampling temperature. What top-p
-    or top-k cut away is not told, so `truncated_logprobs` are None. The version is the server's
-    `weight_version`, 0 where that is no number; weights that change while a request runs leave all
-    of its tokens with the version from before. Seeds are passed on, and decide only on a server
-    that was started with `--enable-deterministic-inference`.
+    or top-k cut away is not told, so `truncated_logprobs` are None. Which token is of which version
+    is exact across updates: by the server's own spans where it tells them, else requests are cut
+    for the update and go on after it. Seeds decide only with `deterministic`. Experts are those of
+    the forward that sampled a token. The version of a server that was never given weights is 0.
     """
 
     samples = True
-    process = "rollout"
+    process = "worker"
     attached = True
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
-        """Where the server is, and how long it may take."""
+        """Which servers, what they are started with, and how long things may take."""
 
+        workers: int = 1
+        """Servers, each with all the weights; a conversation stays with one of them."""
         url: str = ""
-        """Its address, such as `http://127.0.0.1:30000`."""
+        """Addresses of running servers instead, such as `http://127.0.0.1:30000`, as many as
+        workers, separated by commas; empty starts our own."""
+        prefill_url: str = ""
+        """Servers that compute prompts for those of `url`, which then only decode; in pairs."""
         api_key_file: str = ""
-        """File that holds the server's `--api-key`; empty sends none."""
+        """File that holds the `--api-key` of servers given by `url`; empty sends none. Our own
+        servers get a key that nobody else knows."""
+        python: str = ""
+        """Interpreter of an environment with SGLang; empty is the one that runs miles."""
+        port: int = 0
+        """Port of the first server of our own, the others count up; 0 takes free ones."""
+        device: Literal["cuda", "cpu"] = "cuda"
+        """Where our own servers compute."""
+        first_gpu: int = 0
+        """First GPU that our own servers use; the others count up."""
+        tp: int = 1
+        """GPUs that share the tensors of one server."""
+        dp: int = 1
+        """Data-parallel ranks of one server; a conversation stays with one of them."""
+        dp_attention: bool = False
+        """Data parallelism of attention alone, within the `tp` GPUs."""
+        memory_fraction: float = 0.0
+        """Share of a GPU's memory for weights and cache; 0 is SGLang's choice."""
+        max_running: int = 0
+        """Requests that decode together; 0 is SGLang's choice."""
+        max_len: int = 0
+        """Longest prompt and completion together; 0 is the model's own."""
+        deterministic: bool = False
+        """Seeds decide what is sampled, whatever else runs; slower."""
+        skip_tokenizer: bool = True
+        """Only token ids pass; images need a tokenizer and a processor, and false."""
+        speculative: Mapping[str, Any] = field(default_factory=dict)
+        """Speculative decoding: SGLang's flags without `speculative_`, such as `algorithm`,
+        `num_steps`, `draft_model_path`."""
+        flags: Mapping[str, Any] = field(default_factory=dict)
+        """More flags of `sglang.launch_server`, such as `attention_backend: triton`."""
+        environment: Mapping[str, str] = field(default_factory=dict)
+        """Environment variables of the server; recorded with its command."""
+        start_timeout_s: float = 900.0
+        """Seconds until a server of our own must be well."""
         timeout_s: float = 600.0
         """Seconds one completion may take."""
+        update_timeout_s: float = 600.0
+        """Seconds new weights may take in a server."""
+        silent_s: float = 15.0
+        """Seconds without a sign of life after which a server counts as hung."""
         connect_s: float = 10.0
         """Seconds a connection may take, and every question that samples nothing."""
         connections: int = 1024
         """Requests at once; more wait here."""
         stream_interval: int = 4
         """Tokens between two parts of a stream; every part repeats the ones before."""
+        prove: bool = True
+        """Prove a server's first update: scramble its weights, read them again, and compare
+        checksums, also with those of other servers that read the same bytes."""
+
+    check = classmethod(checks.check)
+    warnings = classmethod(checks.warnings)
 
     @classmethod
     def example_config(cls, directory: Path) -> Mapping[str, Any]:
@@ -61,205 +120,290 @@ class Sglang:
         return {"url": "http://127.0.0.1:9"}
 
     def __init__(self, config: Config, context: Context) -> None:
-        if not config.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"engine sglang: url is {config.url!r}; give the address of a running server, such "
-                "as engine.url=http://127.0.0.1:30000"
-            )
+        faults = [*command.flag_faults(config), *checks.url_faults(config)]
+        if faults:
+            raise ConfigError("\n".join(f"engine sglang: {fault}" for fault in faults))
         self.config = config
-        self._url = config.url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {_key(config)}"} if config.api_key_file else {}
-        self._max_len = _context_length(context.model)
-        self._http: aiohttp.ClientSession | None = None
-        self._running: dict[str, str] = {}  # id on the server to routing key
-        self._newest = -1
-        self._began = 0.0
-        self._counts = dict.fromkeys(("tokens", "busy_s", "prompt_tokens", "cached_tokens"), 0.0)
+        self._context = context
+        self._folder = Path(context.directory) / "engines"
+        urls, prefills = checks.listed(config.url), checks.listed(config.prefill_url)
+        several = not urls or len(urls) > 1
+        self._slot = Slot(self._folder, len(urls) or None) if several else None
+        number = 0 if self._slot is None else self._slot.number
+        self._server: Server | None = None
+        key = key_of(config)
+        if not urls:
+            self._server = start(config, context, self._folder, number)
+            key = self._server.key
+        limits: dict[str, Any] = {
+            "connect_s": config.connect_s,
+            "connections": config.connections,
+        }
+        self._http = Http(
+            urls[number] if urls else self._server.url if self._server else "",
+            key=key,
+            lost=self._server.lost if self._server else str,
+            **limits,
+        )
+        self._pair = Pair(Http(prefills[number], key=key, **limits)) if prefills else None
+        self._asking = Asking(
+            self._http,
+            timeout_s=config.timeout_s,
+            stream_interval=config.stream_interval,
+            topk=checks.topk(context.model),
+            pair=self._pair,
+        )
+        servers = [self._http, *([self._pair.http] if self._pair else [])]
+        self._publishing = [
+            Publishing(
+                one,
+                limit=config.update_timeout_s,
+                record=self._folder / "checksums",
+                prove=config.prove and self._pair is None,
+            )
+            for one in servers
+        ]
+        self._facts: says.Facts | None = None
+        self._load: dict[str, float] = {}
+        self._alive_at = -1e9
+        self._starting = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._broken = ""
+        self._paused = self._asleep = self._updating = False
+        self._told = False
 
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Raises `EngineError` when the server refuses, fails, says what
         cannot be, or is silent for `timeout_s`."""
-        before = await self._version_before()
-        async with self._begun(request) as rid:
-            body = wording.generate_body(request, rid)
-            reply = await self._ask("POST", "/generate", body, limit=self.config.timeout_s)
-        return self._finished(request, reply, before)
+        await self._usable()
+        return await self._asking.generate(request)
 
-    async def stream(self, request: Request) -> AsyncIterator[Array | Completion]:
+    async def stream(self, request: Request) -> AsyncGenerator[Array | Completion, None]:
         """As `generate`: (new tokens,) int32 as they come, last the completion. Leaving early
         aborts the request."""
-        before = await self._version_before()
-        given, last = 0, None
-        async with self._begun(request) as rid:
-            body = wording.generate_body(request, rid, every=self.config.stream_interval)
-            async for part in self._parts(body):
-                last = part
-                tokens, _ = wording.sampled(part)
-                if len(tokens) > given:
-                    yield tokens[given:]
-                    given = len(tokens)
-        if last is None:
-            raise EngineError(f"engine sglang: request {request.id!r}: the stream held nothing")
-        yield self._finished(request, last, before)
+        await self._usable()
+        async with aclosing(self._asking.stream(request)) as items:
+            async for item in items:
+                yield item
 
     async def score(self, tokens: Array) -> Array:
         """(tokens,) float32: log-prob of each token given those before it, at temperature 1, 0 for
         the first. Raises `EngineError`."""
-        body = wording.score_body(tokens)
-        reply = await self._ask("POST", "/generate", body, limit=self.config.timeout_s)
-        return wording.scored(reply, tokens)
+        await self._usable()
+        return await self._asking.score(tokens)
 
     async def abort(self, keys: Sequence[str] | None = None) -> int:
         """End requests of these routing keys (None: all of this client) with what they have; how
         many there were."""
-        chosen = [rid for rid, key in self._running.items() if keys is None or key in keys]
-        await asyncio.gather(*(self._abort(rid) for rid in chosen))
-        return len(chosen)
+        return await self._asking.abort(keys)
 
-    async def _abort(self, rid: str) -> None:
-        await self._ask("POST", "/abort_request", {"rid": rid}, limit=self.config.connect_s)
-
-    @asynccontextmanager
-    async def _begun(self, request: Request) -> AsyncIterator[str]:
-        """One request on the server, aborted there when the block is left before its end."""
-        if not request.key:
-            raise EngineError(f"engine sglang: request {request.id!r} has no routing key")
-        rid = f"{request.id}.{secrets.token_hex(4)}"
-        if not self._running:
-            self._began = monotonic()
-        self._running[rid] = request.key
-        try:
-            yield rid
-        except (asyncio.CancelledError, GeneratorExit, EngineError):
-            try:
-                async with asyncio.timeout(self.config.connect_s):
-                    await asyncio.shield(self._abort(rid))
-            except (EngineError, TimeoutError, asyncio.CancelledError):
-                pass  # the server is gone or busy; the caller already knows why it left
-            raise
-        finally:
-            del self._running[rid]
-            if not self._running:
-                self._counts["busy_s"] += monotonic() - self._began
-
-    def _finished(self, request: Request, reply: Mapping[str, Any], before: int) -> Completion:
-        after = wording.version(reply.get("meta_info", {}))
-        made = wording.completion(request, reply, min(before, after))
-        self._newest = max(self._newest, after)
-        self._counts["tokens"] += len(made.tokens)
-        self._counts["prompt_tokens"] += len(request.tokens)
-        self._counts["cached_tokens"] += made.cached_tokens
-        return made
+    async def _usable(self) -> None:
+        if self._broken:
+            raise EngineError(f"engine sglang: it cannot be used: {self._broken}")
+        if self._asking.newest < 0:
+            await self._ready()
+            if self._server is not None:
+                raise EngineError("engine sglang: it has no weights yet")
+            await self.version()
 
     # ------------------------------------------------------------ the server
 
-    async def version(self) -> int:
-        """The server's `weight_version`; 0 where that is no number. Raises `EngineError`."""
-        limit = self.config.connect_s
-        try:
-            info = await self._ask("GET", "/model_info", limit=limit)
-        except wording.NotFound:  # its name before 0.5.16
-            info = await self._ask("GET", "/get_model_info", limit=limit)
-        self._newest = max(self._newest, found := wording.version(info))
-        return found
+    async def _ready(self) -> says.Facts:
+        """What the server says of itself, once it is well. Raises `EngineError`."""
+        async with self._starting:
+            if self._facts is not None:
+                return self._facts
+            if self._server is not None:
+                await self._server.ready(self._http, self.config.start_timeout_s)
+            found = says.facts(await self._info())
+            if doubt := says.doubt(found.version):
+                _log.warning("engine sglang: %s: %s", self._http.url, doubt)
+            if self._pair is not None:
+                theirs = await self._pair.http.ask("GET", "/server_info")
+                self._pair.meet(int(theirs.get("disaggregation_bootstrap_port") or 8998))
+            self._facts = found
+            return found
 
-    async def _version_before(self) -> int:
-        return self._newest if self._newest >= 0 else await self.version()
+    async def _info(self) -> Any:
+        limit = self.config.silent_s
+        try:
+            info = await self._http.ask("GET", "/server_info", limit=limit)
+        except wording.NotFound:  # its name before 0.5.16
+            info = await self._http.ask("GET", "/get_server_info", limit=limit)
+        self._alive_at = monotonic()
+        return info
+
+    async def _alive(self) -> None:
+        """Raise `EngineError` unless the server, scheduler included, answered lately. While it
+        takes weights it has no time for that."""
+        if self._broken:
+            raise EngineError(f"engine sglang: it cannot be used: {self._broken}")
+        if self._server is not None and (said := self._server.lost()):
+            raise EngineError(f"engine sglang: {said}")
+        if self._facts is None or self._updating or self._asleep:
+            return
+        if monotonic() - self._alive_at > _FRESH_S:
+            await self._info()
+            with suppress(wording.NotFound):
+                self._load = says.load_of(await self._http.ask("GET", "/v1/loads"))
+
+    @property
+    def dp_ranks(self) -> int:
+        """Data-parallel ranks that a routing key can be bound to; 1 before the server is well."""
+        return 1 if self._facts is None else self._facts.dp_ranks
+
+    async def version(self) -> int:
+        """What is served; -1 before a server of our own has weights. Of somebody else's the
+        `weight_version`, 0 where that is no number. Raises `EngineError` when the server is dead,
+        hangs, or may have half of an update."""
+        await self._alive()
+        if self._server is None and not self._updating:
+            try:
+                info = await self._http.ask("GET", "/model_info")
+            except wording.NotFound:  # its name before 0.5.16
+                info = await self._http.ask("GET", "/get_model_info")
+            found = wording.version(info)
+            self._asking.newest = max(self._asking.newest, found)
+            return found
+        return self._asking.newest
 
     async def health(self) -> Mapping[str, float]:
-        """`active` requests of this client now; since it was made: `tokens` sampled, `busy_s`,
-        `prompt_tokens`, `cached_tokens` of them. Raises `EngineError` when the server is not
-        well."""
-        await self._ask("GET", "/health", limit=self.config.connect_s)
-        longest = {} if self._max_len is None else {"max_len": float(self._max_len)}
-        return {"active": float(len(self._running)), "waiting": 0.0, **self._counts, **longest}
+        """`active` requests of this client now, `waiting` in the server, `kv_used` of its cache;
+        since it was made: `tokens` sampled, `busy_s`, `prompt_tokens`, `cached_tokens` of them, and
+        of speculative decoding `verified` forwards, `drafted` tokens, `accepted` of them.
+        `max_len` and `dp_ranks` are the server's. Raises `EngineError` when it is not well."""
+        facts = await self._ready()
+        await self._alive()
+        longest = {} if facts.max_len is None else {"max_len": float(facts.max_len)}
+        asking = self._asking
+        return {
+            "waiting": 0.0,
+            **self._load,
+            "active": float(len(asking.running)),
+            **asking.counts,
+            **longest,
+            "dp_ranks": float(facts.dp_ranks),
+        }
 
-    async def pause(self) -> None:
-        """Stop decoding in place; requests wait."""
-        body = {"mode": "in_place"}
-        await self._ask("POST", "/pause_generation", body, limit=self.config.connect_s)
+    # ------------------------------------------------------------ weights and life cycle
+
+    async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
+        """Serve (Hugging Face name, tensor) weights as `version`, through files in the run's
+        directory. Raises as `load_directory`."""
+        from miles_plugins.engine.sglang.writing import written
+
+        number = 0 if self._slot is None else self._slot.number
+        with written(self._context.model, weights, self._folder / f"weights-{number}") as folder:
+            await self.load_directory(version, folder)
+
+    async def load_directory(self, version: int, directory: Path) -> None:
+        """Have the server read a Hugging Face directory as `version`; running requests end, go on
+        with their caches or without, as `pause` says. Raises `WeightSyncError`: before anything
+        changed the old weights are served, afterwards the engine is of no use any more."""
+        facts = await self._ready()
+        async with self._turn:
+            asking = self._asking
+            if asking.newest < 0 and not asking.running:
+                how, why = "abort", ""
+            else:
+                pause = self._context.settings.pause
+                how, why = bracket(pause, facts, tells_spans=asking.tells_spans)
+            if why and not self._told:
+                _log.warning("engine sglang: requests are cut for new weights: %s", why)
+                self._told = True
+            asking.exact = True
+            asking.salted = how == "in_place"
+            asking.close(cut=how == "cut")
+            self._updating = True
+            try:
+                await self._update(version, directory, how)
+            except Unknown as error:
+                self._broken = str(error)
+                raise
+            except EngineError as error:
+                self._broken = str(error)
+                raise WeightSyncError(f"engine sglang: version {version}: {error}") from error
+            except asyncio.CancelledError:
+                self._broken = f"loading version {version} was given up half way"
+                raise
+            finally:
+                self._updating = False
+                self._alive_at = monotonic()
+                asking.open()
+
+    async def _update(self, version: int, directory: Path, how: str) -> None:
+        mode = "abort" if how == "cut" else how
+        for one in self._publishing:
+            await one.pause(mode)
+        try:
+            for one in self._publishing:
+                await one.update(version, directory, flush=how != "in_place")
+            self._asking.newest = version
+        except Unknown:
+            raise
+        except WeightSyncError:
+            await self._resume()
+            raise
+        await self._resume()
+
+    async def _resume(self) -> None:
+        if not self._paused:
+            for one in self._publishing:
+                await one.resume()
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Checksum of every tensor, under SGLang's own names. Raises `EngineError`."""
+        return await self._publishing[0].checksums()
+
+    async def pause(self, mode: Literal["in_place", "retract", "abort"] = "in_place") -> None:
+        """Stop decoding; requests wait, with their caches or without, or end."""
+        self._paused = True
+        for one in self._publishing:
+            await one.pause(mode)
 
     async def resume(self) -> None:
         """Go on."""
-        await self._ask("POST", "/continue_generation", {}, limit=self.config.connect_s)
+        self._paused = False
+        await self._resume()
 
-    async def load(self, version: int, weights: Iterable[tuple[str, Any]]) -> None:
-        """Always raises `WeightSyncError`: this client moves no weights."""
-        raise WeightSyncError(
-            f"engine sglang: attached to {self._url}, it cannot load version {version}; its "
-            "weights are those that the server was started with"
-        )
+    async def flush(self) -> None:
+        """Forget cached prompts. Raises `EngineError` while requests are running."""
+        await self._http.ask("POST", "/flush_cache", {})
 
-    async def sleep(self) -> None:
-        """Always raises `EngineError`: the server's memory is not this client's."""
-        raise EngineError(f"engine sglang: attached to {self._url}, it cannot free its memory")
+    async def sleep(self, tags: Sequence[str] = _MEMORY) -> None:
+        """Free device memory, of `kv_cache`, `weights` or both; what was freed has no contents
+        until it is loaded. Raises `EngineError` when the server cannot."""
+        facts = await self._ready()
+        if not facts.memory_saver:
+            if self.config.device == "cpu" and self._server is not None:
+                return  # there is no device to free
+            raise EngineError(
+                f"engine sglang: {self._http.url} cannot free its memory; it needs "
+                "--enable-memory-saver"
+            )
+        body = {"tags": list(tags)}
+        limit = self.config.update_timeout_s
+        await self._http.ask("POST", "/release_memory_occupation", body, limit=limit)
+        self._asleep = True
 
-    async def wake(self) -> None:
-        """Nothing was freed."""
+    async def wake(self, tags: Sequence[str] = _MEMORY) -> None:
+        """Take it back."""
+        if not self._asleep:
+            return
+        body = {"tags": list(tags)}
+        limit = self.config.update_timeout_s
+        await self._http.ask("POST", "/resume_memory_occupation", body, limit=limit)
+        self._asleep = False
 
     async def close(self) -> None:
-        """Hang up."""
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
-
-    # ------------------------------------------------------------ HTTP
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=self.config.connections),
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
-        return self._http
-
-    @asynccontextmanager
-    async def _sent(
-        self, method: str, path: str, body: Any, limit: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        where = f"engine sglang: {method} {self._url}{path}"
-        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=self.config.connect_s)
-        try:
-            async with self._client().request(
-                method, self._url + path, json=body, timeout=timeout
-            ) as reply:
-                if reply.status >= 400:
-                    raise wording.failure(where, reply.status, await reply.text())
-                yield reply
-        except TimeoutError:
-            raise EngineError(f"{where}: no answer in {limit:g} s") from None
-        except aiohttp.ClientError as error:
-            raise EngineError(f"{where}: {type(error).__name__}: {error}") from error
-
-    async def _ask(self, method: str, path: str, body: Any = None, *, limit: float) -> Any:
-        async with self._sent(method, path, body, limit) as reply:
-            return wording.decoded(await reply.read())
-
-    async def _parts(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        async with self._sent("POST", "/generate", body, self.config.timeout_s) as reply:
-            rest = b""
-            async for chunk in reply.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if (part := wording.event(line)) is not None:
-                        yield part
-
-
-def _key(config: Sglang.Config) -> str:
-    try:
-        with open(config.api_key_file, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError as error:
-        raise ConfigError(f"engine sglang: api_key_file: {error}") from error
-
-
-def _context_length(model: Any) -> int | None:
-    """Longest prompt and completion of a checkpoint, in tokens, where it says so."""
-    if model is None:
-        return None
-    config = model.hf_config()
-    found = config.get("text_config", config).get("max_position_embeddings")
-    return int(found) if isinstance(found, int | np.integer) else None
+        """Hang up; a server of our own is ended."""
+        await self._http.close()
+        if self._pair is not None:
+            await self._pair.http.close()
+        if self._server is not None:
+            self._server.close()
+            await asyncio.to_thread(self._server.wait, 10.0)
+        if self._slot is not None:
+            self._slot.release()

@@ -1,170 +1,66 @@
-"""The SGLang client against a local server that keeps to the protocol: `/generate` whole and
-streamed, aborts, scores, health, errors, silence."""
+"""The SGLang client against a local server that keeps to the protocol: requests, streams, aborts,
+spans across updates, proofs, and every way in which a server can be wrong."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import asynccontextmanager
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
-from miles import ConfigError, Context, EngineError, Request, Sampling, WeightSyncError
-from miles.testing import FakeEngine
+from miles import ConfigError, Context, EngineError, Request, Sampling, Settings, WeightSyncError
 from miles_plugins.engine.sglang import Sglang
 
-KEY = "server-key"
+
+def _beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-class Server:
-    """What an SGLang server says, sampled by the bigram fake. A stream repeats what came before."""
+native = _beside("native_server")
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine(FakeEngine.Config(delay_s=0.001))
-        self.bodies: list[dict[str, Any]] = []
-        self.aborted: list[str] = []
-        self.weight_version = "default"
-        self.old = False
-        self.fault: Any = None
-        self.silent = False
 
-    @asynccontextmanager
-    async def up(self):
-        app = web.Application()
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/model_info", self._info)
-        app.router.add_get("/get_model_info", self._old_info)
-        app.router.add_post("/pause_generation", self._pause)
-        app.router.add_post("/continue_generation", self._continue)
-        runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+class Moe:
+    """A registration of a model with experts, as far as an engine looks."""
 
-    def _allowed(self, request: web.Request) -> None:
-        if request.headers.get("Authorization") != f"Bearer {KEY}":
-            raise web.HTTPUnauthorized(text="bad key")
+    def hf_config(self) -> dict[str, Any]:
+        return {"num_experts_per_tok": 2}
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        self._allowed(request)
-        body = await request.json()
-        self.bodies.append(body)
-        if self.silent:
-            await asyncio.sleep(30)
-        if self.fault is not None:
-            return web.json_response({"error": {"message": self.fault}}, status=400)
-        params, ids = body["sampling_params"], np.array(body["input_ids"], np.int32)
-        if "logprob_start_len" in body:
-            scores = (await self.engine.score(ids)).tolist()
-            triples = [
-                [None if i == 0 else s, int(t), None]
-                for i, (s, t) in enumerate(zip(scores, ids, strict=True))
-            ]
-            return web.json_response(
-                {
-                    "output_ids": [1],
-                    "meta_info": {
-                        "finish_reason": {"type": "length", "length": 1},
-                        "input_token_logprobs": triples,
-                        "output_token_logprobs": [[-1.0, 1, None]],
-                    },
-                }
-            )
-        asked = Request(
-            id=body["rid"],
-            key=body["rid"],
-            tokens=ids,
-            sampling=Sampling(
-                max_new_tokens=params["max_new_tokens"],
-                temperature=params["temperature"],
-                top_p=params["top_p"],
-                top_k=max(0, params["top_k"]),
-                stop_ids=tuple(params["stop_token_ids"]),
-            ),
-            seed=params["sampling_seed"],
-        )
-        made = await self.engine.generate(asked)
-        if not body["stream"]:
-            return web.json_response(self._reply(made, len(made.tokens), len(ids)))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        every = params["stream_interval"]
-        for end in [*range(every, len(made.tokens), every), len(made.tokens)]:
-            part = self._reply(made, end, len(ids))
-            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
-            await asyncio.sleep(0.001)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+    def directory(self) -> None:
+        return None
 
-    def _reply(self, made: Any, end: int, prompt: int) -> dict[str, Any]:
-        whole = end == len(made.tokens)
-        ids = made.tokens[:end].tolist()
-        reason: dict[str, Any] | None = {"type": made.finish} if whole else None
-        return {
-            "text": "whatever",
-            "output_ids": ids,
-            "meta_info": {
-                "id": "x",
-                "finish_reason": reason,
-                "prompt_tokens": prompt,
-                "completion_tokens": end,
-                "cached_tokens": 2,
-                "weight_version": self.weight_version,
-                "output_token_logprobs": [
-                    [float(p), t, None] for p, t in zip(made.logprobs, ids, strict=False)
-                ],
-            },
-        }
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        rid = (await request.json())["rid"]
-        self.aborted.append(rid)
-        await self.engine.abort([rid])
-        return web.Response()
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.fault else 200)
-
-    async def _info(self, request: web.Request) -> web.Response:
-        if self.old:
-            raise web.HTTPNotFound
-        return web.json_response({"weight_version": self.weight_version})
-
-    async def _old_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.weight_version})
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        assert (await request.json())["mode"] == "in_place"
-        await self.engine.pause()
-        return web.json_response({"status": "ok"})
-
-    async def _continue(self, request: web.Request) -> web.Response:
-        await self.engine.resume()
-        return web.json_response({"status": "ok"})
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory that looks like a checkpoint."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
 
 
 @pytest.fixture
 def play(tmp_path):
     """Run a coroutine function of (client, server) against a server that is up."""
 
-    def run(function, **config):
+    def run(function, *, settings=None, info=None, model=None, **config):
         async def main():
-            (tmp_path / "key").write_text(KEY + "\n")
-            server = Server()
+            (tmp_path / "key").write_text(native.KEY + "\n")
+            server = native.NativeServer(**(info or {}))
             async with server.up() as url:
                 made = Sglang.Config(url=url, api_key_file=str(tmp_path / "key"), **config)
-                client = Sglang(made, Context(directory=tmp_path))
+                around = Context(directory=tmp_path, settings=settings or Settings(), model=model)
+                client = Sglang(made, around)
                 try:
-                    return await function(client, server)
+                    async with asyncio.timeout(20):
+                        return await function(client, server)
                 finally:
                     await client.close()
 
@@ -173,10 +69,33 @@ def play(tmp_path):
     return run
 
 
-def _request(new: int = 12, **changes: Any) -> Request:
+def _request(new: int = 12, index: int = 0, **changes: Any) -> Request:
     tokens = np.arange(40, 50, dtype=np.int32)
     sampling = Sampling(max_new_tokens=new, **changes)
-    return Request(id="g1.0/0", key="g1.0", tokens=tokens, sampling=sampling, seed=2**40 + 5)
+    key = f"g{index}.0"
+    return Request(id=f"{key}/0", key=key, tokens=tokens, sampling=sampling, seed=2**40 + 5)
+
+
+async def _running(server: Any, count: int, tokens: int = 5) -> None:
+    """Until so many requests have so many tokens more than now."""
+    had = {id(job): len(job.tokens) for job in server.jobs.values()}
+
+    def moved() -> int:
+        jobs = server.jobs.values()
+        return sum(len(job.tokens) >= had.get(id(job), 0) + tokens for job in jobs)
+
+    while moved() < count:
+        await asyncio.sleep(0.001)
+
+
+def _exact(made: Any) -> None:
+    """The version of every token is the one whose weights drew it."""
+    for span in made.spans:
+        drawn = {float(p) for p in made.logprobs[span.start : span.stop]}
+        assert drawn == {native.logprob(span.version)}, made.spans
+
+
+# ---------------------------------------------------------------- requests
 
 
 def test_sglang_samples_what_the_server_says(play):
@@ -184,13 +103,9 @@ def test_sglang_samples_what_the_server_says(play):
         server.weight_version = "4"
         made = await client.generate(_request(stop_ids=(3,), top_k=5))
         body = server.bodies[-1]
-        wanted = await server.engine.generate(
-            replace(_request(stop_ids=(3,), top_k=5), seed=body["sampling_params"]["sampling_seed"])
-        )
-        assert made.tokens.tolist() == wanted.tokens.tolist()
-        np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=1e-6)
-        assert [(s.start, s.stop, s.version) for s in made.spans] == [(0, len(made.tokens), 4)]
-        assert (made.finish, made.cached_tokens) == (wanted.finish, 2)
+        assert len(made.tokens) == 12
+        assert [(s.start, s.stop, s.version) for s in made.spans] == [(0, 12, 4)]
+        assert (made.finish, made.cached_tokens) == ("length", 2)
         params = body["sampling_params"]
         assert params["stop_token_ids"] == [3]
         assert (params["top_k"], params["no_stop_trim"]) == (5, True)
@@ -213,27 +128,31 @@ def test_sglang_streams_the_same_completion(play):
     play(check, stream_interval=3)
 
 
+def test_sglang_stops_at_a_stop_id_and_keeps_it(play):
+    async def check(client, server):
+        whole = await client.generate(_request(30))
+        made = await client.generate(_request(30, stop_ids=(int(whole.tokens[8]),)))
+        assert (made.finish, made.tokens.tolist()) == ("stop", whole.tokens[:9].tolist())
+
+    play(check)
+
+
 def test_sglang_scores(play):
     async def check(client, server):
         tokens = np.array([5, 9, 200, 9], np.int32)
         scored = await client.score(tokens)
         assert scored.dtype == np.float32
-        np.testing.assert_allclose(scored, await server.engine.score(tokens), atol=1e-6)
-        assert scored[0] == 0
+        assert scored.tolist() == [0.0, -1.0, -1.0, -1.0]
 
     play(check)
 
 
 def test_sglang_abort_ends_requests_of_a_key(play):
     async def check(client, server):
-        await client.pause()
-        task = asyncio.create_task(client.generate(_request(200)))
-        while not server.bodies:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(client.generate(_request(100000)))
+        await _running(server, 1)
         assert await client.abort(["another"]) == 0
-        assert await client.abort(["g1.0"]) == 1
-        await client.resume()
+        assert await client.abort(["g0.0"]) == 1
         assert (await task).finish == "abort"
         assert server.aborted == [server.bodies[0]["rid"]]
         assert (await client.health())["active"] == 0
@@ -245,19 +164,17 @@ def test_sglang_abort_ends_requests_of_a_key(play):
 def test_sglang_aborts_what_nobody_waits_for(play, how):
     async def check(client, server):
         if how == "cancel":
-            await client.pause()
-            task = asyncio.create_task(client.generate(_request(200)))
-            while not server.bodies:
-                await asyncio.sleep(0.001)
+            task = asyncio.create_task(client.generate(_request(100000)))
+            await _running(server, 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         elif how == "time out":
-            server.silent = True
+            await client.version()
             with pytest.raises(EngineError, match=r"no answer in 0\.3 s"):
-                await client.generate(_request())
+                await client.generate(_request(100000))
         else:
-            stream = client.stream(_request(200))
+            stream = client.stream(_request(100000))
             async for _ in stream:
                 break
             await stream.aclose()
@@ -266,17 +183,76 @@ def test_sglang_aborts_what_nobody_waits_for(play, how):
     play(check, timeout_s=0.3 if how == "time out" else 20.0)
 
 
-def test_sglang_version_of_a_fresh_or_older_server(play):
+def test_sglang_gives_the_rank_of_the_key(play):
     async def check(client, server):
-        assert await client.version() == 0
-        server.old, server.weight_version = True, "17"
-        assert await client.version() == 17
+        assert (await client.health())["dp_ranks"] == 4
+        assert client.dp_ranks == 4
+        await client.generate(replace(_request(), dp_rank=3))
+        assert server.bodies[-1]["routed_dp_rank"] == 3
+
+    play(check, info={"dp_size": 4})
+
+
+def test_sglang_experts_are_of_the_forward_that_sampled_each_token(play):
+    async def check(client, server):
+        made = await client.generate(replace(_request(6), want_experts=True))
+        assert server.bodies[-1]["routed_experts_start_len"] == 9
+        assert (made.experts.shape, made.experts.dtype) == ((6, 3, 2), np.uint8)
+        assert made.experts.reshape(-1).tolist() == [i % 7 for i in range(36)]
+
+    play(check, info={"enable_return_routed_experts": True}, model=Moe())
+
+
+def test_sglang_experts_of_a_server_that_has_none_are_an_error(play):
+    async def check(client, server):
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            await client.generate(replace(_request(), want_experts=True))
+
+    play(check, model=Moe())
+
+
+def test_sglang_counts_what_was_speculated(play):
+    async def check(client, server):
+        server.extra = {"spec_verify_ct": 4, "spec_draft_token_num": 12, "spec_accept_token_num": 8}
+        await client.generate(_request())
+        server.extra = {"spec_verify_ct": 1, "spec_num_proposed_drafts": 3}
+        await client.generate(_request())
+        health = await client.health()
+        found = [health[name] for name in ("verified", "drafted", "accepted")]
+        assert found == [5, 15, 8]
 
     play(check)
 
 
-def test_sglang_weights_that_change_leave_the_older_version(play):
+def test_sglang_counts(play):
     async def check(client, server):
+        made = await client.generate(_request(9))
+        client._alive_at = 0.0
+        health = await client.health()
+        assert health["tokens"] == len(made.tokens)
+        assert (health["prompt_tokens"], health["cached_tokens"]) == (10, 2)
+        assert (health["waiting"], health["kv_used"], health["max_len"]) == (6, 0.25, 251)
+        assert health["busy_s"] > 0
+
+    play(check)
+
+
+# ---------------------------------------------------------------- versions and updates
+
+
+def test_sglang_version_of_a_fresh_or_older_server(play):
+    async def check(client, server):
+        assert await client.version() == 0
+        server.old_names, server.weight_version = True, "17"
+        assert await client.version() == 17
+        assert (await client.generate(_request())).spans[0].version == 17
+
+    play(check)
+
+
+def test_sglang_weights_that_others_change_leave_the_older_version(play):
+    async def check(client, server):
+        server.tells_spans = False
         server.weight_version = "1"
         await client.generate(_request())
         server.weight_version = "2"
@@ -287,41 +263,237 @@ def test_sglang_weights_that_change_leave_the_older_version(play):
     play(check)
 
 
-def test_sglang_says_what_the_server_refused(play):
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("tells_spans", [True, False])
+@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
+def test_sglang_spans_are_exact_across_an_update(
+    play, checkpoint, pause, overlapped, tells_spans, streamed
+):
+    """Log-probs say which weights drew a token; none may be lost, none have another's version."""
+
+    async def whole(client, request):
+        if not streamed:
+            return await client.generate(request)
+        items = [item async for item in client.stream(request)]
+        if len(items) > 1:
+            assert np.concatenate(items[:-1]).tolist() == items[-1].tokens.tolist()
+        return items[-1]
+
     async def check(client, server):
-        server.fault = "The input is too long"
-        with pytest.raises(EngineError, match=r"HTTP 400.*The input is too long"):
+        server.tells_spans = tells_spans
+        await client.load_directory(1, checkpoint)
+        await client.generate(_request(2))
+        tasks = [asyncio.create_task(whole(client, _request(60, i))) for i in range(8)]
+        for version in (2, 3):
+            if pause != "abort" or version == 2:  # there are none left after it
+                await _running(server, 8)
+            await client.load_directory(version, checkpoint)
+            assert await client.version() == version
+        done = await asyncio.gather(*tasks)
+        for made in done:
+            _exact(made)
+            if pause != "abort":
+                assert (made.finish, len(made.tokens)) == ("length", 60)
+                assert [span.version for span in made.spans] == [1, 2, 3]
+        if pause == "abort":
+            assert {made.finish for made in done} == {"abort"}
+        late = await client.generate(_request(5))
+        assert [span.version for span in late.spans] == [3]
+        kept = pause == "in_place" and tells_spans and not overlapped
+        modes = [body["mode"] for path, body in server.asked if path == "/pause_generation"]
+        native_retract = pause == "retract" and tells_spans
+        assert modes[1] == ("in_place" if kept else "retract" if native_retract else "abort")
+        flushed = [b["flush_cache"] for p, b in server.asked if p == "/update_weights_from_disk"]
+        assert flushed[-1] is (not kept)
+        salts = {
+            body.get("extra_key", "") for body in server.bodies if "sampling_seed" in str(body)
+        }
+        assert ("miles-3" in salts) is kept
+
+    info = {"disable_overlap_schedule": not overlapped}
+    play(check, settings=Settings(pause=pause, max_lag=2), info=info)
+
+
+def test_sglang_requests_of_the_meantime_wait_for_the_new_weights(play, checkpoint):
+    async def check(client, server):
+        await client.load_directory(1, checkpoint)
+        loading = asyncio.create_task(client.load_directory(2, checkpoint))
+        await asyncio.sleep(0)
+        made = await client.generate(_request())
+        await loading
+        _exact(made)
+
+    play(check)
+
+
+def test_sglang_refuses_a_directory_before_anything_changes(play, checkpoint, tmp_path):
+    async def check(client, server):
+        await client.load_directory(1, checkpoint)
+        with pytest.raises(WeightSyncError, match=r"has no config\.json"):
+            await client.load_directory(2, tmp_path / "nothing")
+        assert await client.version() == 1
+        assert not server.paused
+        assert (await client.generate(_request())).spans[0].version == 1
+
+    play(check)
+
+
+def test_sglang_failed_update_leaves_an_engine_that_says_so(play, checkpoint):
+    async def check(client, server):
+        await client.load_directory(1, checkpoint)
+        server.update_fault = "CUDA out of memory"
+        with pytest.raises(WeightSyncError, match="CUDA out of memory"):
+            await client.load_directory(2, checkpoint)
+        for call in (client.version(), client.health(), client.generate(_request())):
+            with pytest.raises(EngineError, match=r"cannot be used: .*CUDA out of memory"):
+                await call
+
+    play(check)
+
+
+def test_sglang_proof_finds_tensors_that_the_files_do_not_hold(play, checkpoint):
+    async def check(client, server):
+        server.untouched = {"t1"}
+        with pytest.raises(WeightSyncError, match=r"1 of 3 tensors do not come from the files: t1"):
+            await client.load_directory(1, checkpoint)
+
+    play(check)
+
+
+def test_sglang_restarted_server_is_compared_with_what_the_same_files_gave_before(
+    play, checkpoint, tmp_path
+):
+    async def right(client, server):
+        await client.load_directory(1, checkpoint)
+        assert await client.checksums() == dict.fromkeys(server.tensors, "of 1")
+
+    async def wrong(client, server):
+        with pytest.raises(WeightSyncError, match="differ from what another server made"):
+            await client.load_directory(2, checkpoint)  # whose checksums say 2, of the same bytes
+
+    play(right)
+    assert len(list((tmp_path / "engines" / "checksums").glob("*.json"))) == 1
+    play(right)
+    play(wrong)
+
+
+def test_sglang_loads_tensors_through_files(play, tmp_path):
+    torch = pytest.importorskip("torch")
+    gone = []
+
+    async def check(client, server):
+        await client.load(3, [("a", torch.ones(2)), ("b", torch.zeros(3))])
+        assert await client.version() == 3
+        path = next(b["model_path"] for p, b in server.asked if p == "/update_weights_from_disk")
+        gone.append(Path(path))
+        with pytest.raises(WeightSyncError, match="a came twice"):
+            await client.load(4, [("a", torch.ones(2)), ("a", torch.ones(2))])
+
+    play(check, model=Moe())
+    assert not gone[0].exists()
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("twist", "message"),
+    [
+        (
+            lambda r: r["meta_info"]["output_token_logprobs"].pop(),
+            r"11 log-probs for 12 tokens",
+        ),
+        (lambda r: r.update(output_ids=[1] * 12), "are not the tokens of the log-probs"),
+        (lambda r: r["meta_info"].update(completion_tokens=13), "completion_tokens is 13"),
+        (lambda r: r["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
+        (lambda r: r["meta_info"].update(finish_reason={"type": "odd"}), "finish_reason"),
+        (
+            lambda r: r["meta_info"].update(
+                finish_reason={"type": "abort", "status_code": 500, "message": "scheduler died"}
+            ),
+            "HTTP 500: scheduler died",
+        ),
+        (
+            lambda r: r["meta_info"]["weight_versions"][0].update(end=7),
+            "do not tile 12 tokens",
+        ),
+        (
+            lambda r: r["meta_info"]["output_token_logprobs"][4].__setitem__(0, float("nan")),
+            "log-prob 4 is no number|no object",
+        ),
+    ],
+)
+def test_sglang_replies_that_contradict_themselves_are_engine_errors(play, twist, message):
+    async def check(client, server):
+        server.twist = twist
+        with pytest.raises(EngineError, match=message):
             await client.generate(_request())
-        with pytest.raises(EngineError, match="health: HTTP 503"):
-            await client.health()
 
     play(check)
 
 
-def test_sglang_counts(play):
+@pytest.mark.parametrize("status", [400, 500, 503])
+def test_sglang_says_what_the_server_refused(play, status):
     async def check(client, server):
-        made = await client.generate(_request(9))
-        health = await client.health()
-        assert health["tokens"] == len(made.tokens)
-        assert (health["prompt_tokens"], health["cached_tokens"]) == (10, 2)
-        assert health["busy_s"] > 0
+        server.fault = status, "The input is too long"
+        with pytest.raises(EngineError, match=rf"HTTP {status}.*The input is too long"):
+            await client.generate(_request())
 
     play(check)
+
+
+def test_sglang_scheduler_that_hangs_makes_the_engine_unwell(play):
+    async def check(client, server):
+        await client.health()
+        server.silent = {"/server_info"}
+        client._alive_at = 0.0
+        for call in (client.version, client.health):
+            with pytest.raises(EngineError, match=r"/server_info: no answer in 0\.2 s"):
+                await call()
+
+    play(check, silent_s=0.2)
 
 
 def test_sglang_refuses_what_it_cannot_do(play, tmp_path):
-    with pytest.raises(ConfigError, match="url is ''"):
+    with pytest.raises(ConfigError, match=r"url is empty.*engine\.url=http"):
         Sglang(Sglang.Config(), Context(directory=tmp_path))
+    with pytest.raises(ConfigError, match="url is 'here'"):
+        Sglang(Sglang.Config(url="here"), Context(directory=tmp_path))
 
     async def check(client, server):
-        with pytest.raises(WeightSyncError, match="cannot load version 3"):
-            await client.load(3, ())
-        with pytest.raises(EngineError, match="routed experts"):
-            await client.generate(replace(_request(), want_experts=True))
         with pytest.raises(EngineError, match="no routing key"):
             await client.generate(replace(_request(), key=""))
-        with pytest.raises(EngineError, match="cannot free its memory"):
+        with pytest.raises(EngineError, match="--enable-memory-saver"):
             await client.sleep()
+
+    play(check)
+
+
+def test_sglang_frees_memory_by_tag(play):
+    async def check(client, server):
+        await client.sleep(("kv_cache",))
+        await client.wake(("kv_cache",))
+        assert ("/release_memory_occupation", {"tags": ["kv_cache"]}) in server.asked
+        assert ("/resume_memory_occupation", {"tags": ["kv_cache"]}) in server.asked
+
+    play(check, info={"enable_memory_saver": True})
+
+
+def test_sglang_pauses_in_every_way_and_flushes(play):
+    async def check(client, server):
+        for mode in ("in_place", "retract"):
+            await client.pause(mode)
+            assert server.paused
+            await client.resume()
+        task = asyncio.create_task(client.generate(_request(100000)))
+        await _running(server, 1)
+        await client.pause("abort")
+        assert (await task).finish == "abort"
+        await client.flush()
+        assert server.paused
+        await client.resume()
+        assert not server.paused
 
     play(check)
 
@@ -332,9 +504,47 @@ def test_sglang_without_a_server_is_an_engine_error(tmp_path):
             Sglang.Config(url="http://127.0.0.1:9", connect_s=2.0), Context(directory=tmp_path)
         )
         try:
-            with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:9/model_info: Client"):
+            with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:9/.*_info: Client"):
                 await client.generate(_request())
         finally:
+            await client.close()
+
+    asyncio.run(check())
+
+
+def test_sglang_engines_of_one_run_take_an_address_each(tmp_path):
+    async def check():
+        config = Sglang.Config(url="http://127.0.0.1:9, http://127.0.0.1:10", workers=2)
+        around = Context(directory=tmp_path)
+        one, two = Sglang(config, around), Sglang(config, around)
+        assert {one._http.url, two._http.url} == {"http://127.0.0.1:9", "http://127.0.0.1:10"}
+        await one.close()
+        again = Sglang(config, around)  # as one that was started again
+        assert again._http.url == one._http.url
+        await asyncio.gather(two.close(), again.close())
+
+    asyncio.run(check())
+
+
+def test_sglang_prompts_are_computed_by_the_server_of_the_pair(tmp_path):
+    async def check():
+        (tmp_path / "key").write_text(native.KEY)
+        prefill = native.NativeServer(disaggregation_mode="prefill")
+        prefill.info["disaggregation_bootstrap_port"] = 8123
+        decode = native.NativeServer(disaggregation_mode="decode")
+        async with prefill.up() as first, decode.up() as second:
+            config = Sglang.Config(
+                url=second, prefill_url=first, api_key_file=str(tmp_path / "key")
+            )
+            client = Sglang(config, Context(directory=tmp_path))
+            made = await client.generate(_request())
+            assert len(made.tokens) == 12
+            one, two = prefill.bodies[0], decode.bodies[0]
+            assert one["bootstrap_room"] == two["bootstrap_room"]
+            assert (one["bootstrap_host"], one["bootstrap_port"]) == ("127.0.0.1", 8123)
+            prefill.fault = 500, "no room"
+            with pytest.raises(EngineError, match="no room"):
+                await client.generate(_request())
             await client.close()
 
     asyncio.run(check())

@@ -1,0 +1,218 @@
+"""Requests to one server: completions whole and streamed, scores, aborts, and going on after a cut.
+
+Weights and processes are not its affair: it is told which version is served, and when requests are
+cut for an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from miles import Array, Completion, EngineError, Request
+from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang.http import Http
+from miles_plugins.engine.sglang.pairs import Pair
+
+__all__ = ["Asking"]
+
+_COUNTS = ("tokens", "busy_s", "prompt_tokens", "cached_tokens", "verified", "drafted", "accepted")
+
+
+class Asking:
+    """`newest` is the version that requests are sampled under from now on, as far as is known."""
+
+    def __init__(
+        self, http: Http, *, timeout_s: float, stream_interval: int, topk: int, pair: Pair | None
+    ) -> None:
+        self._http = http
+        self._timeout_s = timeout_s
+        self._stream_interval = stream_interval
+        self._topk = topk
+        self._pair = pair
+        self._cut: set[str] = set()  # ids that we ended, to ask for the rest
+        self._open = asyncio.Event()
+        self._open.set()
+        self._began = 0.0
+        self.running: dict[str, str] = {}
+        """Id on the server to routing key."""
+        self.newest = -1
+        self.exact = False
+        """Whether only this client changes weights, and never while a request runs whose spans are
+        not told: a completion is then of the version that its end says."""
+        self.salted = False
+        """Whether prompts share keys and values only within a version."""
+        self.tells_spans = True
+        """Whether the last reply said which tokens are of which version."""
+        self.counts = dict.fromkeys(_COUNTS, 0.0)
+
+    async def generate(self, request: Request) -> Completion:
+        """Raises `EngineError` when the server refuses, fails, says what cannot be, or is silent
+        for `timeout_s`."""
+        done: Completion | None = None
+        while True:
+            left = wording.rest(request, done)
+            before = await self._admitted()
+            async with self._begun(left) as rid:
+                body = wording.generate_body(left, rid, salt=self._salt())
+                reply = await self._whole(body)
+                cut = rid in self._cut
+            done = wording.joined(done, self._part(left, reply, before))
+            if (last := _ended(request, done, cut=cut)) is not None:
+                return self._finished(request, last)
+
+    async def stream(self, request: Request) -> AsyncGenerator[Array | Completion, None]:
+        """As `generate`: (new tokens,) int32 as they come, last the completion. Leaving early
+        aborts the request."""
+        done: Completion | None = None
+        while True:
+            left = wording.rest(request, done)
+            before = await self._admitted()
+            given, last = 0, None
+            async with self._begun(left) as rid:
+                body = wording.generate_body(
+                    left, rid, every=self._stream_interval, salt=self._salt()
+                )
+                async with aclosing(self._parts(body)) as parts:
+                    async for part in parts:
+                        last = part
+                        tokens, _ = wording.sampled(part)
+                        if len(tokens) > given:
+                            yield tokens[given:]
+                            given = len(tokens)
+                cut = rid in self._cut
+            if last is None:
+                raise EngineError(f"engine sglang: request {request.id!r}: the stream held nothing")
+            done = wording.joined(done, self._part(left, last, before))
+            if (ended := _ended(request, done, cut=cut)) is not None:
+                yield self._finished(request, ended)
+                return
+
+    async def score(self, tokens: Array) -> Array:
+        """(tokens,) float32: log-prob of each token given those before it, at temperature 1, 0 for
+        the first. Raises `EngineError`."""
+        await self._admitted()
+        body = wording.score_body(tokens, salt=self._salt())
+        reply = await self._http.ask("POST", "/generate", body, limit=self._timeout_s)
+        return wording.scored(reply, tokens)
+
+    async def abort(self, keys: Sequence[str] | None = None) -> int:
+        """End requests of these routing keys (None: all of this client) with what they have; how
+        many there were."""
+        chosen = [rid for rid, key in self.running.items() if keys is None or key in keys]
+        self._cut.difference_update(chosen)
+        await asyncio.gather(*(self._abort(rid) for rid in chosen))
+        return len(chosen)
+
+    async def _abort(self, rid: str) -> None:
+        await self._http.ask("POST", "/abort_request", {"rid": rid})
+        if self._pair is not None:
+            await self._pair.http.ask("POST", "/abort_request", {"rid": rid})
+
+    # ---- while weights change
+
+    def close(self, *, cut: bool) -> None:
+        """Hold new requests; with `cut`, those that run and are now ended will be asked for
+        again."""
+        self._open.clear()
+        if cut:
+            self._cut.update(self.running)
+
+    def open(self) -> None:
+        """Let requests go on."""
+        self._open.set()
+
+    async def _admitted(self) -> int:
+        """Wait until requests may go; the version before them."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._open.wait()
+        except TimeoutError:
+            raise EngineError(
+                f"engine sglang: new weights took longer than {self._timeout_s:g} s (timeout_s)"
+            ) from None
+        return self.newest
+
+    def _salt(self) -> str:
+        return f"miles-{self.newest}" if self.salted else ""
+
+    # ---- one request on the server
+
+    @asynccontextmanager
+    async def _begun(self, request: Request) -> AsyncIterator[str]:
+        """One request on the server, aborted there when the block is left before its end."""
+        if not request.key:
+            raise EngineError(f"engine sglang: request {request.id!r} has no routing key")
+        rid = f"{request.id}.{secrets.token_hex(4)}"
+        if not self.running:
+            self._began = monotonic()
+        self.running[rid] = request.key
+        try:
+            yield rid
+        except (asyncio.CancelledError, GeneratorExit, EngineError):
+            try:
+                async with asyncio.timeout(self._http.connect_s):
+                    await asyncio.shield(self._abort(rid))
+            except (EngineError, TimeoutError, asyncio.CancelledError):
+                pass  # the server is gone or busy; the caller already knows why it left
+            raise
+        finally:
+            del self.running[rid]
+            self._cut.discard(rid)
+            if not self.running:
+                self.counts["busy_s"] += monotonic() - self._began
+
+    async def _whole(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        ask = self._http.ask
+        if self._pair is None:
+            reply = await ask("POST", "/generate", body, limit=self._timeout_s)
+        else:
+            async with self._pair.prefilled(body, limit=self._timeout_s) as paired:
+                reply = await ask("POST", "/generate", paired, limit=self._timeout_s)
+        if not isinstance(reply, Mapping):
+            raise EngineError(f"engine sglang: the reply is no object: {str(reply)[:200]}")
+        return reply
+
+    async def _parts(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        async with AsyncExitStack() as held:
+            if self._pair is not None:
+                body = await held.enter_async_context(
+                    self._pair.prefilled(body, limit=self._timeout_s)
+                )
+            items = self._http.parts("/generate", body, limit=self._timeout_s)
+            async for part in await held.enter_async_context(aclosing(items)):
+                yield part
+
+    def _part(self, request: Request, reply: Mapping[str, Any], before: int) -> Completion:
+        info = reply.get("meta_info")
+        if not isinstance(info, Mapping):
+            raise EngineError(f"engine sglang: the reply has no meta_info: {str(reply)[:200]}")
+        after = wording.version(info)
+        version = after if self.exact or before < 0 else min(before, after)
+        made = wording.completion(request, reply, version=version, topk=self._topk)
+        if len(made.tokens):
+            self.tells_spans = bool(info.get("weight_versions"))
+        self.newest = max(self.newest, after)
+        for name, value in wording.speculation(info).items():
+            self.counts[name] += value
+        return made
+
+    def _finished(self, request: Request, made: Completion) -> Completion:
+        self.counts["tokens"] += len(made.tokens)
+        self.counts["prompt_tokens"] += len(request.tokens)
+        self.counts["cached_tokens"] += made.cached_tokens
+        return made
+
+
+def _ended(request: Request, done: Completion, *, cut: bool) -> Completion | None:
+    """The completion, unless it was cut for new weights and there is more to sample."""
+    if not cut or done.finish != "abort":
+        return done
+    if len(done.tokens) < request.sampling.max_new_tokens:
+        return None
+    return replace(done, finish="length")

@@ -1,0 +1,199 @@
+"""What `miles check` can say of SGLang servers before any is started: what is missing, in use, too
+small, or of another version.
+
+It runs the interpreter that was named, asks `nvidia-smi`, and asks servers given by address what
+they are; it imports no SGLang.
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from miles import ConfigError, EngineError, Spec
+from miles_plugins.engine.sglang import command, fitting, server
+from miles_plugins.engine.sglang import facts as says
+from miles_plugins.engine.sglang.starting import key_of
+
+__all__ = ["check", "listed", "topk", "url_faults", "warnings"]
+
+_ASK_S = 5.0
+_TOPK = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
+
+
+def listed(text: str) -> list[str]:
+    """Addresses separated by commas."""
+    return [one.strip().rstrip("/") for one in text.split(",") if one.strip()]
+
+
+def topk(model: Any) -> int:
+    """Experts that a token has, 0 for a dense or unknown model."""
+    config = {} if model is None else model.hf_config()
+    config = config.get("text_config", config)
+    return next((int(config[name]) for name in _TOPK if config.get(name)), 0)
+
+
+def url_faults(config: Any) -> list[str]:
+    """Addresses that cannot be meant."""
+    faults = []
+    for name in ("url", "prefill_url"):
+        urls = listed(getattr(config, name))
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                faults.append(
+                    f"{name} is {url!r}; give the address of a running server, such as "
+                    f"engine.{name}=http://127.0.0.1:30000"
+                )
+        if len(set(urls)) < len(urls):
+            faults.append(f"{name}: an address is there twice: {', '.join(urls)}")
+        if urls and config.workers > 1 and len(urls) < config.workers:
+            faults.append(
+                f"workers ({config.workers}) is more than the {len(urls)} addresses of {name}"
+            )
+    if config.prefill_url and len(listed(config.prefill_url)) != len(listed(config.url)):
+        faults.append("prefill_url and url: they go in pairs, and need as many addresses")
+    return faults
+
+
+def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
+    """Faults of a stage's engine."""
+    del cls
+    faults = [*command.flag_faults(config), *url_faults(config)]
+    settings = planned.settings
+    if settings.session.experts and not topk(planned.built.get("model")):
+        faults.append("session.experts: the model has no experts to ask for")
+    if faults:
+        return faults
+    if config.url:
+        return [*faults, *_running_faults(config, settings)]
+    return [*faults, *_own_faults(config, planned)]
+
+
+def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
+    """What is allowed and probably not meant."""
+    del cls, planned
+    found = []
+    try:
+        versions = (
+            {url: str(_info(url, key_of(config))["version"]) for url in listed(config.url)}
+            if config.url
+            else {"engine.python": server.installed(config.python or sys.executable)}
+        )
+    except (ConfigError, EngineError, KeyError):
+        return []  # a fault, which `check` says
+    for where, version in versions.items():
+        if doubt := says.doubt(version):
+            found.append(f"{where}: {doubt}")
+    return found
+
+
+# ---------------------------------------------------------------- servers that run
+
+
+def _running_faults(config: Any, settings: Any) -> Iterator[str]:
+    versions = {}
+    for url in [*listed(config.url), *listed(config.prefill_url)]:
+        try:
+            info = _info(url, key_of(config))
+            found = says.facts(info)
+        except (ConfigError, EngineError) as error:
+            yield str(error).removeprefix("engine sglang: ")
+            continue
+        versions[url] = found.version
+        yield from _unlike(url, found, config, settings)
+    yield from says.doubts(versions)
+
+
+def _unlike(url: str, found: says.Facts, config: Any, settings: Any) -> Iterator[str]:
+    """What a server was started without, or is not what it was given as."""
+    if settings.session.experts and not found.experts:
+        yield f"{url} returns no experts; start it with --enable-return-routed-experts"
+    if settings.placement == "colocated" and not found.memory_saver:
+        yield f"{url} cannot free its memory; start it with --enable-memory-saver"
+    if config.deterministic and not found.deterministic:
+        yield f"{url} has no seeds; start it with --enable-deterministic-inference"
+    wanted = ""
+    if config.prefill_url:
+        wanted = "prefill" if url in listed(config.prefill_url) else "decode"
+    if found.disaggregation != wanted:
+        is_now = found.disaggregation or "null"
+        yield f"{url} has --disaggregation-mode {is_now}; here it must be {wanted or 'null'}"
+    if found.speculative and config.deterministic:
+        yield f"{url} decodes speculatively ({found.speculative}), where seeds decide nothing"
+
+
+def _info(url: str, key: str) -> Mapping[str, Any]:
+    """`/server_info`. Raises `EngineError` naming the address."""
+    request = urllib.request.Request(f"{url}/server_info")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_ASK_S) as reply:
+            found = msgspec.json.decode(reply.read())
+    except (OSError, ValueError) as error:
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise EngineError(f"engine sglang: {url} cannot be reached: {why}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"engine sglang: {url}/server_info is no object")
+    return found
+
+
+# ---------------------------------------------------------------- servers to be started
+
+
+def _own_faults(config: Any, planned: Any) -> Iterator[str]:
+    try:
+        server.installed(config.python or sys.executable)
+    except ConfigError as error:
+        yield str(error).removeprefix("engine sglang: ")
+    servers = config.workers + _fleet(planned)
+    if config.port:
+        for port in range(config.port, config.port + servers):
+            if fault := server.port_fault("127.0.0.1", port):
+                yield f"{fault}; engine.port=0 takes a free one"
+    if config.device == "cuda":
+        gpus = fitting.gpus()
+        yield from _gpu_faults(config, gpus, servers)
+        room = min((gpu.total for gpu in gpus), default=0) * (config.memory_fraction or 0.9)
+        shared = command.devices(config) // (1 if config.dp_attention else config.dp)
+        where = f"{shared} GPU{'s'[: shared > 1]}"
+    else:
+        room, shared, where = fitting.memory(), 1, "this machine's memory"
+    model = planned.built.get("model")
+    precision = planned.built.get("precision")
+    if model is None or precision is None or not room:
+        return
+    need = fitting.weight_bytes(model.hf_config(), precision.engine)
+    if need > room * shared:
+        yield (
+            f"the model's weights take about {need / 2**30:.1f} GiB in {precision.engine}, and "
+            f"{where} offer {room * shared / 2**30:.1f} GiB (memory_fraction "
+            f"{config.memory_fraction or 0.9:g}); take a larger engine.tp"
+        )
+
+
+def _gpu_faults(config: Any, gpus: Sequence[fitting.Gpu], servers: int) -> Iterator[str]:
+    if not gpus:
+        yield "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu"
+        return
+    each = command.devices(config)
+    wanted = config.first_gpu + servers * each
+    if wanted > len(gpus):
+        yield (
+            f"{servers} servers of {each} GPUs from GPU {config.first_gpu} on need {wanted} GPUs, "
+            f"and there are {len(gpus)}"
+        )
+
+
+def _fleet(planned: Any) -> int:
+    """Servers of an evaluation fleet, which are started like those that train."""
+    spec = planned.specs.get("evaluator")
+    place = getattr(planned.built.get("evaluator"), "place", "rollout")
+    if not isinstance(spec, Spec) or place != "apart":
+        return 0
+    return int(spec.config.get("workers", 1))

@@ -1,0 +1,95 @@
+"""Whether a model fits: an estimate of its weights from `config.json`, and what memory there is.
+
+An estimate before anything is loaded; it counts no cache and no activations.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Gpu", "gpus", "memory", "parameters", "weight_bytes"]
+
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One that the driver sees."""
+
+    name: str
+    """Its model."""
+    total: int
+    """Bytes of memory."""
+
+
+def gpus() -> list[Gpu]:
+    """What `nvidia-smi` lists; none where it is not there."""
+    ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else ():
+        name, _, size = line.rpartition(",")
+        if size.strip().isdecimal():
+            found.append(Gpu(name=name.strip(), total=int(size) << 20))
+    return found
+
+
+def memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def weight_bytes(config: Mapping[str, Any], dtype: str) -> float:
+    """Bytes of a decoder's weights in `dtype`, or in what the checkpoint is quantized to."""
+    quantized = config.get("quantization_config") or {}
+    bits = quantized.get("bits")
+    each = _BYTES.get(dtype, 2.0)
+    if "fp8" in str(quantized.get("quant_method", "")):
+        each = 1.0
+    elif isinstance(bits, int):
+        each = bits / 8
+    return parameters(config) * each
+
+
+def parameters(config: Mapping[str, Any]) -> float:
+    """How many a decoder has, about: embeddings, attention, and dense or sparse MLPs."""
+    text = config.get("text_config", config)
+
+    def get(name: str, default: float = 0) -> float:
+        value = text.get(name)
+        return float(value) if isinstance(value, int | float) else default
+
+    hidden, layers = get("hidden_size"), get("num_hidden_layers")
+    heads = get("num_attention_heads", 1)
+    width = get("head_dim", hidden / max(heads, 1))
+    keys = get("num_key_value_heads", heads)
+    if get("kv_lora_rank"):  # latent attention: low-rank projections instead of whole ones
+        query = get("q_lora_rank") or hidden
+        turned = get("qk_nope_head_dim") + get("qk_rope_head_dim")
+        attention = (
+            (hidden * query if get("q_lora_rank") else 0)
+            + query * heads * turned
+            + hidden * (get("kv_lora_rank") + get("qk_rope_head_dim"))
+            + get("kv_lora_rank") * heads * (get("qk_nope_head_dim") + get("v_head_dim"))
+            + heads * get("v_head_dim") * hidden
+        )
+    else:
+        attention = hidden * width * (2 * heads + 2 * keys)
+    dense = 3 * hidden * get("intermediate_size")
+    experts = get("num_experts") or get("n_routed_experts") or get("num_local_experts")
+    if experts:
+        one = 3 * hidden * (get("moe_intermediate_size") or get("intermediate_size"))
+        sparse = one * (experts + get("n_shared_experts")) + hidden * experts
+        first = get("first_k_dense_replace")
+        mlp = first * dense + (layers - first) * sparse
+    else:
+        mlp = layers * dense
+    heads_of_words = 1 if text.get("tie_word_embeddings") else 2
+    return layers * attention + mlp + heads_of_words * get("vocab_size") * hidden

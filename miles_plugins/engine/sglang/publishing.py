@@ -1,0 +1,148 @@
+"""How a server takes new weights: the bracket around an update, and the proof that it took them.
+
+What is asked before and after an update, in which order; the requests themselves are the engine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from miles import EngineError, WeightSyncError
+from miles_plugins.engine.sglang import facts as says
+from miles_plugins.engine.sglang.http import Http
+from miles_plugins.engine.sglang.server import write_json
+
+__all__ = ["Bracket", "Publishing", "Unknown", "bracket"]
+
+Bracket = Literal["in_place", "retract", "abort", "cut"]
+_log = logging.getLogger(__name__)
+_CHUNK = 1 << 22  # bytes read at a time
+
+
+class Unknown(WeightSyncError):
+    """An update failed after it may have begun: what the server now has is not known."""
+
+
+def bracket(pause: str, facts: says.Facts, *, tells_spans: bool) -> tuple[Bracket, str]:
+    """What is done to running requests so that every token's version is known, and why that is
+    another than what was asked for.
+
+    `cut` ends them on the server and asks for the rest after the update: exact with every version.
+    A server that tells its spans may keep them (`retract`), and their caches too (`in_place`) when
+    its forwards do not overlap: an overlapping one has a token of the old weights that it counts
+    only after the pause.
+    """
+    if pause == "abort":
+        return "abort", ""
+    if not tells_spans:
+        why = f"SGLang {facts.version} does not tell where in a completion the weights changed"
+        return "cut", "" if pause == "retract" else why
+    if pause == "in_place" and facts.overlapped:
+        return "cut", "the server overlaps its schedule (it needs --disable-overlap-schedule)"
+    return ("in_place" if pause == "in_place" else "retract"), ""
+
+
+class Publishing:
+    """Updates of one server. Checksums that were seen go to `record`, a folder of the run."""
+
+    def __init__(self, http: Http, *, limit: float, record: Path, prove: bool) -> None:
+        self._http = http
+        self._limit = limit
+        self._record = record
+        self._prove = prove
+        self._proven = False
+
+    async def pause(self, mode: str) -> None:
+        """`in_place` and `retract` keep requests; `abort` returns when all have ended."""
+        await self._http.ask("POST", "/pause_generation", {"mode": mode}, limit=self._limit)
+
+    async def resume(self) -> None:
+        await self._http.ask("POST", "/continue_generation", {}, limit=self._limit)
+
+    async def checksums(self) -> dict[str, str]:
+        """Tensor to checksum, under SGLang's own names. Raises `EngineError`."""
+        body = {"action": "checksum"}
+        reply = await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
+        return says.checksums(reply)
+
+    async def update(self, version: int, directory: Path, *, flush: bool) -> None:
+        """Have the server read `directory` as `version`, and prove it the first time. Raises
+        `WeightSyncError` when it refuses before anything changed, `Unknown` afterwards."""
+        refuse(directory)
+        await self._read(version, directory, flush=flush)
+        if self._prove and not self._proven:
+            await self._try(version, directory, flush=flush)
+            self._proven = True
+
+    async def _read(self, version: int, directory: Path, *, flush: bool) -> None:
+        body = {
+            "model_path": str(directory),
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": flush,
+        }
+        try:
+            reply = await self._http.ask(
+                "POST", "/update_weights_from_disk", body, limit=self._limit
+            )
+        except EngineError as error:
+            raise Unknown(f"engine sglang: loading version {version}: {error}") from error
+        if wrong := says.verdict(reply):
+            raise Unknown(f"engine sglang: loading version {version} from {directory}: {wrong}")
+
+    async def _try(self, version: int, directory: Path, *, flush: bool) -> None:
+        """Scramble all tensors and read again: those whose checksums then differ did not come from
+        the directory. The same bytes must also have given the same checksums to other servers."""
+        first = await self.checksums()
+        try:
+            body = {"action": "reset_tensors"}
+            await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
+        except EngineError as error:
+            _log.warning("engine sglang: weights cannot be scrambled for the proof: %s", error)
+            second = first
+        else:
+            await self._read(version, directory, flush=flush)
+            second = await self.checksums()
+        _differ(version, first, second, "do not come from the files")
+        digest = content(directory)
+        seen = self._record / f"{digest}.json"
+        if seen.exists():
+            theirs = json.loads(seen.read_text())
+            _differ(version, theirs, second, "differ from what another server made of these files")
+        else:
+            self._record.mkdir(parents=True, exist_ok=True)
+            write_json(seen, second)
+
+
+def _differ(version: int, one: dict[str, str], two: dict[str, str], what: str) -> None:
+    wrong = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise Unknown(
+            f"engine sglang: version {version}: {len(wrong)} of {len(two)} tensors {what}: "
+            f"{', '.join(wrong[:8])}{more}"
+        )
+
+
+def refuse(directory: Path) -> None:
+    """Raises `WeightSyncError` for what is no checkpoint; nothing has changed then."""
+    if not (directory / "config.json").is_file():
+        raise WeightSyncError(f"engine sglang: {directory} has no config.json")
+    if not any(directory.glob("*.safetensors")):
+        raise WeightSyncError(f"engine sglang: {directory} holds no safetensors files")
+
+
+def content(directory: Path, hashed: Callable[[], Any] = hashlib.blake2b) -> str:
+    """A digest of the weights in a directory."""
+    whole = hashed()
+    for file in sorted(directory.glob("*.safetensors")):
+        whole.update(file.name.encode())
+        with file.open("rb") as data:
+            while chunk := data.read(_CHUNK):
+                whole.update(chunk)
+    return str(whole.hexdigest())[:32]

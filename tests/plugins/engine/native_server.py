@@ -1,0 +1,307 @@
+"""A local server that keeps to SGLang's native protocol, for faults and rare shapes.
+
+It decodes one token a tick for every running request. A token's log-prob says which weights drew
+it: `LOGPROB[version]`. An overlapped one counts a token only one tick after it was drawn, as
+SGLang's overlapped schedule does; one of an old release tells no spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+KEY = "server-key"
+TICK_S = 0.002
+BODY = web.RequestKey("body", object)
+
+
+def logprob(version: int) -> float:
+    """What tokens drawn under a version have."""
+    return -1.0 - 0.125 * version
+
+
+class Job:
+    """A request on the server."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        params = body["sampling_params"]
+        self.body = body
+        self.prompt = list(body["input_ids"])
+        self.limit = params["max_new_tokens"]
+        self.stops = set(params.get("stop_token_ids", ()))
+        self.seed = params.get("sampling_seed", 0)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.drawn: tuple[int, float] | None = None  # under way, not counted yet
+        self.changes: list[tuple[int, int]] = []  # old version, tokens counted then
+        self.finish: dict[str, Any] | None = None
+        self.moved = asyncio.Event()
+
+    def draw(self, version: int) -> tuple[int, float]:
+        at = len(self.prompt) + len(self.tokens) + (self.drawn is not None)
+        return (self.seed * 31 + at * 7) % 251 + 4, logprob(version)
+
+    def count(self, token: int, value: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(value)
+        if token in self.stops:
+            self.end("stop")
+        elif len(self.tokens) == self.limit:
+            self.end("length")
+        self.moved.set()
+
+    def end(self, kind: str) -> None:
+        self.finish = {"type": kind}
+        self.moved.set()
+
+
+class NativeServer:
+    """Switches are plain attributes; `bodies` and `asked` are what it was sent."""
+
+    def __init__(self, **info: Any) -> None:
+        self.info = {
+            "version": "0.5.23",
+            "disable_overlap_schedule": True,
+            "max_req_input_len": 250,
+            "dp_size": 1,
+            "disaggregation_mode": "null",
+            **info,
+        }
+        self.weight_version = "default"
+        self.tells_spans = True
+        self.old_names = False
+        self.silent: set[str] = set()  # paths that never answer
+        self.fault: tuple[int, str] | None = None  # status and text of /generate
+        self.twist: Any = None  # changes a reply
+        self.extra: dict[str, Any] = {}  # put into meta_info
+        self.update_fault = ""
+        self.untouched: set[str] = set()  # tensors that no update writes
+        self.tensors = {f"t{i}": "made up" for i in range(3)}
+        self.bodies: list[dict[str, Any]] = []
+        self.asked: list[tuple[str, Any]] = []
+        self.aborted: list[str] = []
+        self.jobs: dict[str, Job] = {}
+        self.paused = False
+        self.most = 0  # requests that ran at once
+        self._going = asyncio.Event()
+        self._scrambled = 0
+
+    @property
+    def version(self) -> int:
+        return int(self.weight_version) if self.weight_version.isdecimal() else 0
+
+    @asynccontextmanager
+    async def up(self):
+        self._going.set()
+        app = web.Application(middlewares=[self._guarded])
+        for method, path, handler in (
+            ("POST", "/generate", self._generate),
+            ("POST", "/abort_request", self._abort),
+            ("GET", "/health", self._empty),
+            ("GET", "/server_info", self._server_info),
+            ("GET", "/get_server_info", self._server_info),
+            ("GET", "/model_info", self._model_info),
+            ("GET", "/get_model_info", self._model_info),
+            ("GET", "/v1/loads", self._loads),
+            ("POST", "/pause_generation", self._pause),
+            ("POST", "/continue_generation", self._continue),
+            ("POST", "/flush_cache", self._flush),
+            ("POST", "/update_weights_from_disk", self._update),
+            ("POST", "/weights_checker", self._checker),
+            ("POST", "/release_memory_occupation", self._empty),
+            ("POST", "/resume_memory_occupation", self._empty),
+        ):
+            app.router.add_route(method, path, handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        clock = asyncio.create_task(self._decode())
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            clock.cancel()
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            raise web.HTTPUnauthorized(text="bad key")
+        if request.path in self.silent:
+            await asyncio.sleep(30)
+        if self.old_names and request.path in ("/server_info", "/model_info", "/v1/loads"):
+            raise web.HTTPNotFound
+        if not self.old_names and request.path in ("/get_server_info", "/get_model_info"):
+            raise web.HTTPNotFound
+        body = await request.json() if request.can_read_body else None
+        request[BODY] = body
+        self.asked.append((request.path, body))
+        return await handler(request)
+
+    # ---- decoding
+
+    async def _decode(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.paused:
+                continue
+            overlapped = not self.info["disable_overlap_schedule"]
+            self.most = max(self.most, len(self.jobs))
+            for job in list(self.jobs.values()):
+                if job.finish is not None:
+                    continue
+                before, job.drawn = job.drawn, None
+                if overlapped:
+                    if before is not None:
+                        job.count(*before)
+                    if job.finish is None:
+                        job.drawn = job.draw(self.version)
+                else:
+                    job.count(*job.draw(self.version))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = request[BODY]
+        self.bodies.append(body)
+        if self.fault is not None:
+            return web.json_response({"error": {"message": self.fault[1]}}, status=self.fault[0])
+        if "logprob_start_len" in body:
+            return web.json_response(_scored(body["input_ids"], self.version))
+        while self.paused:  # it holds new requests at its door
+            await self._going.wait()
+        job = self.jobs[body["rid"]] = Job(body)
+        try:
+            if not body["stream"]:
+                await self._moved(job, whole=True)
+                return web.json_response(self._reply(job))
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            every, said = body["sampling_params"]["stream_interval"], 0
+            while job.finish is None:
+                await self._moved(job, whole=False)
+                if len(job.tokens) - said >= every or job.finish is not None:
+                    said = len(job.tokens)
+                    text = json.dumps(self._reply(job)).encode()
+                    await response.write(b"data: " + text + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        finally:
+            self.jobs.pop(body["rid"], None)
+
+    async def _moved(self, job: Job, *, whole: bool) -> None:
+        while True:
+            await job.moved.wait()
+            job.moved.clear()
+            if job.finish is not None or not whole:
+                return
+
+    def _reply(self, job: Job) -> dict[str, Any]:
+        size = len(job.tokens)
+        meta: dict[str, Any] = {
+            "id": job.body["rid"],
+            "finish_reason": job.finish,
+            "prompt_tokens": len(job.prompt),
+            "completion_tokens": size,
+            "cached_tokens": 2,
+            "weight_version": self.weight_version,
+            "output_token_logprobs": [
+                [p, t, None] for p, t in zip(job.logprobs, job.tokens, strict=True)
+            ],
+            **self.extra,
+        }
+        if self.tells_spans and job.finish is not None and size:
+            spans, at = [], 0
+            for version, end in [*job.changes, (self.version, size)]:
+                if end > at:
+                    spans.append({"version": str(version), "start": at, "end": end})
+                    at = end
+            meta["weight_versions"] = spans
+        if job.body.get("return_routed_experts") and self.info.get("enable_return_routed_experts"):
+            rows = len(job.prompt) + size - 1 - job.body["routed_experts_start_len"]
+            routed = np.arange(rows * 3 * 2, dtype="<i4") % 7  # 3 layers, 2 experts a token
+            meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
+        reply = {"text": "whatever", "output_ids": list(job.tokens), "meta_info": meta}
+        if self.twist is not None:
+            self.twist(reply)
+        return reply
+
+    # ---- control
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        rid = request[BODY]["rid"]
+        self.aborted.append(rid)
+        if (job := self.jobs.get(rid)) is not None and job.finish is None:
+            job.end("abort")
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request[BODY]["mode"]
+        self.paused = True
+        self._going.clear()
+        for job in list(self.jobs.values()):
+            if mode == "retract" and job.drawn is not None:
+                token, job.drawn = job.drawn, None
+                job.count(*token)
+            if mode == "abort" and job.finish is None:
+                job.end("abort")
+        while mode == "abort" and self.jobs:
+            await asyncio.sleep(0.001)
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.paused = False
+        self._going.set()
+        return web.json_response({"status": "ok"})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        return web.Response(status=400 if self.jobs else 200, text="words")
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = request[BODY]
+        if self.update_fault:
+            said = {"success": False, "message": self.update_fault}
+            return web.json_response(said, status=400)
+        old = self.version
+        for job in self.jobs.values():
+            if job.tokens and job.finish is None:
+                job.changes.append((old, len(job.tokens)))
+        self.weight_version = body["weight_version"]
+        for name in self.tensors:
+            if name not in self.untouched:
+                self.tensors[name] = f"of {body['weight_version']}"
+        return web.json_response({"success": True, "message": "done"})
+
+    async def _checker(self, request: web.Request) -> web.Response:
+        if request[BODY]["action"] == "reset_tensors":
+            self._scrambled += 1
+            self.tensors = dict.fromkeys(self.tensors, f"scrambled {self._scrambled}")
+            return web.json_response({"success": True})
+        return web.json_response({"success": True, "ranks": [{"checksums": dict(self.tensors)}]})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(self.info)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_waiting_reqs": 3, "token_usage": 0.25}] * 2})
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+def _scored(ids: list[int], version: int) -> dict[str, Any]:
+    triples = [[None if i == 0 else logprob(version), t, None] for i, t in enumerate(ids)]
+    return {
+        "output_ids": [1],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 1},
+            "input_token_logprobs": triples,
+            "output_token_logprobs": [[-1.0, 1, None]],
+        },
+    }
