@@ -14,6 +14,7 @@ from miles.identity import process_alive, process_identity
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, SessionKeys, Settings
+from miles.threads import in_thread
 from miles.types import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "Settings",
     "derive_seed",
     "hookimpl",
+    "in_thread",
     "keep_alive",
     "process_alive",
     "process_identity",

@@ -31,7 +31,7 @@ class Row:
 
 
 TABLE = {
-    "data": Row("types batch errors seeds settings identity", "data", "numpy"),
+    "data": Row("types batch errors seeds settings identity threads", "data", "numpy"),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire calls remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(
@@ -41,7 +41,7 @@ TABLE = {
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
     "loop": Row(
-        "accounts starvation buffer placement checkpoint ledger tracking threads measure loop"
+        "accounts starvation buffer placement checkpoint ledger tracking measure loop"
         " directory record curves report",
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",

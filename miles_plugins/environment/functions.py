@@ -12,10 +12,10 @@ import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Union
 
-from miles import Box, ConfigError, Message, MilesError, Tool, choices
-from miles_plugins.environment.grading import in_thread
+from miles import Box, ConfigError, Message, MilesError, Tool, choices, in_thread
 
 __all__ = [
     "GRACE_S", "Called", "Function", "ToolError", "built_in", "call", "clip", "describe", "select",
@@ -144,8 +144,13 @@ async def call(
         if function.needs_box:
             arguments = {**arguments, _BOX: await box()}
         # what runs in the box has its own limit there, which leaves the box usable
-        async with asyncio.timeout(timeout_s + (GRACE_S if function.needs_box else 0.0)):
-            result = await _run(function.run, arguments)
+        limit_s = timeout_s + (GRACE_S if function.needs_box else 0.0)
+        if inspect.iscoroutinefunction(function.run):
+            async with asyncio.timeout(limit_s):
+                result = await function.run(**arguments)
+        else:
+            run = partial(function.run, **arguments)
+            result = await in_thread(run, name=f"tool {function.name}", timeout_s=limit_s)
         text = result if isinstance(result, str) else json.dumps(result, default=str)
     except TimeoutError:
         return Called(text=f"error: it took longer than {timeout_s:g} s", failed=True)
@@ -157,12 +162,6 @@ async def call(
         text = f"error: {type(error).__name__}: {error}"
         return Called(text=clip(text, max_output), failed=True)
     return Called(text=clip(text, max_output), failed=False)
-
-
-async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    return await in_thread(lambda: function(**arguments))
 
 
 def _understand(

@@ -8,7 +8,6 @@ behind but not killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -19,11 +18,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
 
 from miles import EpisodeError, Task
 from miles_plugins.environment.rewards import REWARDS
@@ -101,47 +98,6 @@ class Grader:
             )
         self._children.append(child)
         return child
-
-
-_idle: list[SimpleQueue[Callable[[], None]]] = []  # of threads that wait for work
-
-
-def _serve(jobs: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        jobs.get()()
-        _idle.append(jobs)
-
-
-async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives, from a thread that nothing else uses meanwhile: one that never ends
-    keeps neither later rewards nor the end of the process waiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(answer: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(answer)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        answer, error = None, None
-        try:
-            answer = function(*args)
-        except Exception as raised:  # noqa: BLE001 - raised again where it is awaited
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
-            loop.call_soon_threadsafe(settle, answer, error)
-
-    if _idle:
-        jobs = _idle.pop()
-    else:
-        jobs = SimpleQueue()
-        threading.Thread(target=_serve, args=(jobs,), name="reward", daemon=True).start()
-    jobs.put(work)
-    return await future
 
 
 def _line(child: Child, seconds: float) -> bytes:

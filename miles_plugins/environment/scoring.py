@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from miles import ConfigError, EpisodeTimeout, Task, choices
-from miles_plugins.environment.grading import Grader, in_thread
+from miles import ConfigError, EpisodeTimeout, Task, choices, in_thread
+from miles_plugins.environment.grading import Grader
 from miles_plugins.environment.rewards import REWARDS, SLOW
 
 __all__ = ["Scorer"]
@@ -72,9 +72,13 @@ class Scorer:
         async def grade(task: Task, text: str) -> Any:
             # waiting for a turn is not the reward's time
             async with turns if plain else nullcontext():
-                work = in_thread(function, text, task) if plain else function(text, task)
                 try:
-                    return await asyncio.wait_for(work, timeout_s)
+                    if plain:
+                        return await in_thread(
+                            lambda: function(text, task), name="reward", timeout_s=timeout_s
+                        )
+                    async with asyncio.timeout(timeout_s):
+                        return await function(text, task)
                 except TimeoutError as error:
                     raise EpisodeTimeout(
                         f"environment {environment}: reward {reward!r} took longer than "
