@@ -76,7 +76,7 @@ def test_rewards_that_are_no_numbers_stop_the_run_with_the_environment_named(
     assert not metrics.exists() or "reward/mean" not in metrics.read_text()
 
 
-def test_groups_that_are_all_dropped_starve_the_run_with_what_was_seen(rl, data, write):
+def test_groups_that_are_all_dropped_starve_the_run_with_what_was_seen(rl, data, write, tmp_path):
     plugin = write("reward.py", REWARD.format(value="1.0"))
     ended = rl(
         f"plugins=[{plugin}]",
@@ -90,6 +90,10 @@ def test_groups_that_are_all_dropped_starve_the_run_with_what_was_seen(rl, data,
     assert "0 of 2 groups in 2 s" in ended.err
     assert "zero_variance" in ended.err
     assert "dropped" in ended.err
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    told = [x["text"] for x in lines if x["moment"] == "warned" and "trainer waits" in x["text"]]
+    assert 1 <= len(told) <= 5  # it was not silent meanwhile, nor did it say so all the time
+    assert "0 of 2 groups" in told[0] and "dropped: zero_variance" in told[-1]
 
 
 @pytest.mark.slow

@@ -114,3 +114,73 @@ def test_run_whose_engine_keeps_dying_ends_with_one_error_and_a_checkpoint(tmp_p
     assert "miles: engine: the worker process" in output and "exit code -9" in output
     assert "max_restarts is 0, and they are used up" in output
     assert sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+# ---------------------------------------------------------------- a trainer that hangs
+
+
+SHORT = [
+    "experiment=grpo", "environment=arithmetic", "steps=1000", "groups_per_step=2",
+    "samples_per_group=2", "selector.admit=[none]", "evaluator=null", "engine.max_len=64",
+    "engine.rows=8", "max_new_tokens=4", "checkpoint_every=4", "tracker=[jsonl]", "run.name=run",
+]  # fmt: skip
+
+
+def started(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "miles", "run", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def last_step(directory: Path) -> int:
+    return max((x["step"] for x in lines(directory) if x["moment"] == "step_finished"), default=0)
+
+
+def saved(directory: Path) -> int:
+    return max(int(p.name[5:]) for p in (directory / "run" / "checkpoints").glob("step_*"))
+
+
+def test_trainer_that_hangs_is_named_and_interrupts_keep_their_grace(tmp_path: Path) -> None:
+    """SIGSTOP of the trainer: a run that is told to stop gives up after its grace, one that is left
+    alone ends by the step's deadline, and each is resumed; at last, with a trainer that works,
+    SIGTERM writes a checkpoint."""
+    run = started(*SHORT, f"run.dir={tmp_path}", "interrupt_grace_s=2")
+    try:
+        wait_for_step(tmp_path, 6, run)
+        os.kill(workers(run.pid)["trainer"], signal.SIGSTOP)
+        run.terminate()
+        began = time.monotonic()
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == 130, output
+        assert time.monotonic() - began < 30
+        said = "interrupted: not ended after 2 s (interrupt_grace_s), stopping at once; the newest"
+        assert said in output and f"step_{saved(tmp_path):06d}" in output
+        before = saved(tmp_path)
+        run = started(f"resume={tmp_path / 'run'}", "step_timeout_s=5")
+        wait_for_step(tmp_path, before + 5, run)
+        os.kill(workers(run.pid)["trainer"], signal.SIGSTOP)
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == 1, output
+        assert "miles: trainer: trainer.step did not answer within 5 s" in output
+        assert "step_timeout_s is 5" in output and "Traceback" not in output
+        assert saved(tmp_path) > before
+        run = started(f"resume={tmp_path / 'run'}", "step_timeout_s=1800")
+        wait_for_step(tmp_path, saved(tmp_path) + 5, run)
+        run.terminate()
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == 130, output
+        assert saved(tmp_path) == last_step(tmp_path)
+    finally:
+        run.kill()
+
+
+@pytest.mark.timeout(600)
+def test_killed_for_real_nothing_is_lost(tmp_path: Path) -> None:
+    """The short form of `tests/bench/real_kills.py --kills 20`."""
+    bench = Path(__file__).parents[1] / "bench" / "real_kills.py"
+    words = ["--kills", "4", "--each", "--steps", "12", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(bench), *words], capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed: 4 (driver 1, trainer 1, engine 1, rollout 1)" in done.stdout
+    assert "last weights as undisturbed, bit for bit: 1 of 1" in done.stdout
