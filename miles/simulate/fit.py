@@ -8,79 +8,37 @@ changes; the rest is as it was given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import mean, median
 from typing import Any
 
-from miles import schema
 from miles.errors import ConfigError, RunError
-from miles.protocols import KINDS
-from miles.record import read
-from miles.settings import Settings
+from miles.simulate.distributions import Distribution, draw
 from miles.simulate.keys import Keys
-from miles.simulate.result import Result
+from miles.simulate.recorded import WARM, Recorded, load, together
+from miles.simulate.result import Result, Step
 from miles.simulate.sweep import Case
 
-__all__ = ["Fitted", "Recorded", "fit", "fit_command", "load", "minimize"]
+__all__ = ["Fitted", "direct", "fit", "fit_command", "minimize"]
 
-_STEPS = 40  # simulated while searching
-_EVALUATIONS = 90
-_WARM = 3  # first steps of a run, which import and compile, are left out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """One run: its settings, and medians of its steps."""
-
-    name: str
-    """Its directory's name."""
-    settings: Settings
-    """The loop's keys of its last stage."""
-    medians: Mapping[str, float]
-    """Median of every numeric metric over its steps, the first ones left out."""
-    steps: Sequence[Mapping[str, Any]]
-    """Those steps."""
-
-    def get(self, name: str) -> float:
-        """A median. Raises `ConfigError` when no step has the metric."""
-        if name not in self.medians:
-            raise ConfigError(f"--fit: the steps of {self.name} have no metric {name!r}")
-        return self.medians[name]
-
-
-def load(directory: Path) -> Recorded:
-    """Read a run. Raises `ConfigError` when there are too few steps, or no configuration."""
-    from omegaconf import OmegaConf
-
-    record = read(directory)
-    config: Any = OmegaConf.to_container(OmegaConf.create(record.config or "{}"))
-    stages = config.get("stages") or {}
-    stage = record.steps[-1].get("stage") if record.steps else None
-    steps = record.of(str(stage))[_WARM:] if stage else []
-    if len(steps) < 3 or stage not in stages:
-        raise ConfigError(
-            f"--fit: {directory} has {len(steps)} steps after the first {_WARM}, and "
-            f"{'a' if stage in stages else 'no'} configuration; 3 steps and one are needed"
-        )
-    values = {k: v for k, v in stages[stage].items() if k not in KINDS}
-    settings: Settings = schema.build(Settings, values, owner=str(directory))
-    names = {k for s in steps for k, v in s.items() if isinstance(v, int | float)}
-    medians = {n: median(float(s[n]) for s in steps if n in s) for n in names}
-    return Recorded(name=directory.name, settings=settings, medians=medians, steps=steps)
+_SEEDS = 2  # simulations of a setting whose steps are put together
+_EVALUATIONS = 60
 
 
 def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
     """The keys with what metrics say directly: lengths, turns, trainer, publish, bookkeeping."""
-    together = [s for r in runs for s in r.steps]
     samples = [
         (s["groups/trained"] * r.settings.samples_per_group, s) for r in runs for s in r.steps
     ]
     count = sum(n for n, _ in samples)
     turns = max(1.0, sum(n * s.get("session/turns", 1.0) for n, s in samples) / count)
-    sampled = sum(s["tokens/sampled"] for s in together) / count
-    around = sum(n * s["length/mean"] for n, s in samples) / count - sampled
+    trained = sum(s["tokens/sampled"] for _, s in samples) / count
+    around = sum(n * s["length/mean"] for n, s in samples) / count - trained
+    # of all that came back: what is trained on is rather the short ones
+    returned = mean(s[-1].get("length/returned", trained) for r in runs for s in r.runs)
     own = keys.environment
     many = turns >= 1.05
     prompt = own.prompt_tokens.mean if many else max(1.0, around)
@@ -88,31 +46,53 @@ def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
     environment = replace(
         own,
         turns=replace(own.turns, mean=turns),
-        turn_tokens=replace(own.turn_tokens, mean=max(1.0, sampled / turns)),
+        turn_tokens=of_mean(own.turn_tokens, max(1.0, returned / turns)),
         prompt_tokens=replace(own.prompt_tokens, mean=prompt),
         observation_tokens=replace(own.observation_tokens, mean=later),
     )
-    publish = replace(
-        keys.publish, fixed_s=median(r.get("time/publish_s") for r in runs), bytes=0.0
-    )
+    alone, beside = _apart(runs, "time/publish_s")
+    publish = replace(keys.publish, fixed_s=alone, busy_s=max(0.0, beside - alone), bytes=0.0)
     return replace(keys, environment=environment, publish=publish, trainer=_trainer(runs, keys))
 
 
+def of_mean(what: Distribution, wanted: float) -> Distribution:
+    """The distribution whose draws, kept between `low` and `high`, have this mean."""
+
+    def found(mean: float) -> float:
+        rng, one = Random(0), draw(replace(what, mean=mean))
+        return sum(one(rng) for _ in range(4000)) / 4000
+
+    low, high = wanted / 4, wanted * 4
+    for _ in range(20):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if found(middle) < wanted else (low, middle)
+    return replace(what, mean=math.sqrt(low * high))
+
+
+def _apart(runs: Sequence[Recorded], name: str) -> tuple[float, float]:
+    """Medians of a metric where engines stand still for the trainer, and where they do not; the
+    same twice where there are only runs of one kind."""
+    kinds = [[r for r in runs if r.synchronous], [r for r in runs if not r.synchronous]]
+    alone, beside = (median(r.get(name) for r in some or runs) for some in kinds)
+    return alone, beside
+
+
 def _trainer(runs: Sequence[Recorded], keys: Keys) -> Any:
-    """Seconds of a step, and seconds of a token, by least squares; how much engines hold it up,
-    from the difference between synchronous and asynchronous runs."""
-    alone = [r for r in runs if r.settings.max_lag == 0] or list(runs)
+    """Seconds of a step, and seconds of a token, by a line; how much engines hold it up, from the
+    difference between synchronous and asynchronous runs; what a probe takes, from the difference
+    between steps with and without."""
     points = [
         (s["length/mean"] * s["groups/trained"] * r.settings.samples_per_group, s["time/train_s"])
-        for r in alone
+        for r in [r for r in runs if r.synchronous] or runs
         for s in r.steps
     ]
     fixed, each = line(points)
-    share = 1.0
-    beside = [r for r in runs if r.settings.max_lag > 0]
-    if beside and len(alone) < len(runs):
-        slower = median(r.get("time/train_s") for r in beside)
-        share = min(1.0, max(0.05, median(r.get("time/train_s") for r in alone) / slower))
+    alone, beside = _apart(runs, "time/train_s")
+    overheads: tuple[list[float], list[float]] = ([], [])
+    for run in runs:
+        for step in run.steps:
+            overheads[run.probed(step)].append(step["time/overhead_s"])
+    plain, probed = (median(values) if values else 0.0 for values in overheads)
     return replace(
         keys.trainer,
         gpus=1,
@@ -121,19 +101,22 @@ def _trainer(runs: Sequence[Recorded], keys: Keys) -> Any:
         sample_s=0.0,
         tokens_per_gpu_s=1 / max(each, 1e-12),
         prepare_s=0.0,
-        finish_s=median(r.get("time/overhead_s") for r in runs),
-        engine_share=share,
+        probe_s=max(0.0, probed - plain),
+        finish_s=plain,
+        engine_share=min(1.0, max(0.05, alone / beside)),
     )
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(offset, slope) of least squares, neither below 0."""
-    n = len(points)
-    x, y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
-    square = sum((p[0] - x) ** 2 for p in points)
-    slope = sum((a - x) * (b - y) for a, b in points) / square if square else 0.0
-    slope = min(max(0.0, slope), y / x if x else 0.0)
-    return max(0.0, y - slope * x), slope
+    """(offset, slope), neither below 0, of the line by medians of Theil and Sen, which a few
+    points far off do not move."""
+    some = points[:: max(1, len(points) // 150)]
+    slopes = [
+        (q[1] - p[1]) / (q[0] - p[0]) for i, p in enumerate(some) for q in some[:i] if q[0] != p[0]
+    ]
+    x, y = median(p[0] for p in some), median(p[1] for p in some)
+    slope = min(max(0.0, median(slopes)), y / x if x else 0.0) if slopes else 0.0
+    return max(0.0, median(p[1] - slope * p[0] for p in some)), slope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +136,7 @@ def fit(runs: Sequence[Recorded], keys: Keys, play: Play) -> Fitted:
     """Fit the models: what metrics say directly, then how long a forward takes, whatever is in it
     and for each request, and (with runs of both kinds) how much the trainer slows engines down."""
     base = direct(runs, keys)
-    both = len({r.settings.max_lag > 0 for r in runs}) == 2
+    both = len({r.synchronous for r in runs}) == 2
     guess = [_forward(runs, base), 0.1, 0.8][: 3 if both else 2]
 
     def made(point: Sequence[float]) -> Keys:
@@ -188,14 +171,19 @@ def _forward(runs: Sequence[Recorded], keys: Keys) -> float:
 
 
 def predicted(run: Recorded, keys: Keys, play: Play) -> tuple[float, float]:
-    """Median step and wait of the same settings under these models; very long when they cannot be
-    simulated."""
-    settings = replace(run.settings, steps=_STEPS, eval_every=0, starved_after_s=1e9)
-    try:
-        result = play(Case(settings=settings, keys=keys))
-    except RunError:
-        return 1e9, 1e9
-    return result.median_s, median(s.wait_s for s in result.steady)
+    """Median step and wait of the same settings and number of steps under these models; very long
+    when they cannot be simulated."""
+    steps: list[Step] = []
+    for seed in range(_SEEDS):
+        settings = replace(
+            run.settings, steps=WARM + max(map(len, run.runs)), eval_every=0, starved_after_s=1e9,
+            seed=seed,
+        )  # fmt: skip
+        try:
+            steps += play(Case(settings=settings, keys=keys)).steps[WARM:]
+        except RunError:
+            return 1e9, 1e9
+    return median(s.seconds for s in steps), median(s.wait_s for s in steps)
 
 
 def minimize(
@@ -255,13 +243,13 @@ def fit_command(args: Any) -> int:
     plan = args.plan().verify()
     stage = chosen(plan.stages, args.stage)
     play = player(replace_evaluator(stage), plan.registry)
-    runs = [load(path) for path in args.fit]
-    others = [load(path) for path in args.predict]
+    runs = together(load(path) for path in args.fit)
+    others = together(load(path) for path in args.predict)
     found = fit(runs, read_keys(stage.settings.simulate), play)
-    print(f"fitted to {len(runs)} runs in {found.evaluations} evaluations")
+    print(f"fitted to {len(runs)} settings in {found.evaluations} evaluations")
     for name, value in changed(found.keys):
         print(f"  {name:<44}{value:.6g}")
-    print(f"{'':<32}{'measured':>12}{'simulated':>12}{'error':>9}   (median step)")
+    print(f"{'':<34}{'measured':>12}{'simulated':>12}{'error':>9}   (median step)")
     worst = 0.0
     for run in (*runs, *others):
         step, _ = predicted(run, found.keys, play)
@@ -269,7 +257,9 @@ def fit_command(args: Any) -> int:
         error = step / measured - 1
         kind = "fitted" if run in runs else "predicted"
         worst = max(worst, abs(error)) if run in others else worst
-        print(f"{run.name:<22}{kind:<10}{measured:>10.3f} s{step:>10.3f} s{error:>+9.1%}")
+        first, *more = run.name.split(" ")
+        name = f"{first} and {len(more)} more" if more else first
+        print(f"{name:<26}{kind:<10}{measured:>8.3f} s{step:>10.3f} s{error:>+9.1%}")
     if others:
         print(f"largest error of a prediction: {worst:.1%}")
     if args.write:
@@ -296,9 +286,11 @@ def changed(keys: Keys) -> list[tuple[str, float]]:
         ("engine.trainer_share", engine.trainer_share),
         ("trainer.step_s", trainer.step_s),
         ("trainer.tokens_per_gpu_s", trainer.tokens_per_gpu_s),
+        ("trainer.probe_s", trainer.probe_s),
         ("trainer.finish_s", trainer.finish_s),
         ("trainer.engine_share", trainer.engine_share),
         ("publish.fixed_s", keys.publish.fixed_s),
+        ("publish.busy_s", keys.publish.busy_s),
         ("environment.turns.mean", own.turns.mean),
         ("environment.turn_tokens.mean", own.turn_tokens.mean),
         ("environment.prompt_tokens.mean", own.prompt_tokens.mean),

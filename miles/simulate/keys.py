@@ -86,6 +86,9 @@ class TrainerKeys:
     a step together."""
     prepare_s: float = 0.0
     """Seconds between taking groups and training on them."""
+    probe_s: float = 0.0
+    """Seconds to have an engine score a probe, in steps that have too few tokens of the newest
+    weights to compare log-probs."""
     finish_s: float = 0.0
     """Seconds of bookkeeping after a step, during which the trainer is idle."""
     engine_share: float = 1.0
@@ -94,10 +97,13 @@ class TrainerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishKeys:
-    """A publish takes `fixed_s + bytes / bytes_per_s`."""
+    """A publish takes `fixed_s + bytes / bytes_per_s`, and `busy_s` more while engines compute."""
 
     fixed_s: float = 0.1
     """Seconds whatever is moved."""
+    busy_s: float = 0.0
+    """Seconds more when an engine is computing as it begins: it goes on until it can be told to
+    stop."""
     bytes: float = 0.0
     """Bytes of the weights."""
     bytes_per_s: float = 1e9

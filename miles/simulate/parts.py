@@ -145,9 +145,10 @@ class ModelledWeights:
         self._trainer.refuse_dead()
         keys, version = self._keys.publish, self._trainer.version
         seconds = keys.fixed_s + keys.bytes / keys.bytes_per_s
+        busy = any(engine.computing for engine in self._engines)
         if self._rng.random() < self._keys.faults.slow_step:
             seconds *= _SLOW
-        await asyncio.sleep(seconds * (1 - keys.stopped))
+        await asyncio.sleep(seconds * (1 - keys.stopped) + (keys.busy_s if busy else 0.0))
         for engine in self._engines:
             await engine.pause()
             if self._pause == "abort":

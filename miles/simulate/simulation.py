@@ -22,6 +22,7 @@ from miles.assemble import make_buffer, make_placement
 from miles.batch import Batch, Tokens, Update
 from miles.errors import ConfigError
 from miles.evaluations import Evaluations
+from miles.probe import few_tokens
 from miles.protocols import Context
 from miles.router import Router
 from miles.seeds import derive_seed
@@ -214,8 +215,12 @@ class Simulation(Stage):
         return super().steps()
 
     async def prepare(self, groups: Sequence[Group]) -> Batch:
-        """Only the lengths of samples, after `trainer.prepare_s`."""
-        await asyncio.sleep(self.keys.trainer.prepare_s)
+        """Only the lengths of samples, after `trainer.prepare_s`, and `probe_s` where one is
+        wanted."""
+        keys, version = self.keys.trainer, self.trainer.version
+        fresh = self.buffer.published_version == version
+        wants = keys.probe_s and fresh and few_tokens(groups, version)
+        await asyncio.sleep(keys.prepare_s + (keys.probe_s if wants else 0.0))
         sizes = [int(t.metrics["tokens"]) for g in groups for t in g.trajectories]
         none = blank(0)
         empty = none.astype(bool)

@@ -3,8 +3,9 @@ against others.
 
 Real runs of attempts with log-normal lengths (`lengths_env.py`); the models are fitted to two of
 them by `miles simulate --fit`, and the median step of two lags, two concurrencies and two
-granularities is predicted. Exits 0 when every prediction is within 15 %.
-    python tests/bench/simulator_fit.py [--steps 24] [--keep DIR]
+granularities is predicted. Every setting is run several times, in turns, so that what else the
+machine does meets all of them alike. Exits 0 when every prediction is within 15 %.
+    python tests/bench/simulator_fit.py [--steps 24] [--rounds 3] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -44,29 +46,33 @@ MODELS = (
 LIMIT = 0.15
 
 
+def _run(root: Path, name: str, settings: Sequence[str]) -> None:
+    if (root / name / "done").exists():
+        return
+    print(f"{name}: load {os.getloadavg()[0]:.1f}", flush=True)
+    words = [*COMMON, *settings, f"run.dir={root}", f"run.name={name}"]
+    subprocess.run([sys.executable, "-m", "miles", "run", *words], check=True)
+    (root / name / "done").touch()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="directory for the runs; those there are reused")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = args.keep or Path(folder)
-        for name, settings in {**FIT, **PREDICT}.items():
-            if (root / name / "metrics.jsonl").exists():
-                continue
-            print(f"{name}: load {os.getloadavg()[0]:.1f}", flush=True)
-            words = [
-                *COMMON,
-                *settings,
-                f"steps={args.steps}",
-                f"run.dir={root}",
-                f"run.name={name}",
-            ]
-            subprocess.run([sys.executable, "-m", "miles", "run", *words], check=True)
+        for turn in range(args.rounds):
+            for name, settings in {**FIT, **PREDICT}.items():
+                _run(root, f"{name}.{turn}", [*settings, f"steps={args.steps}"])
+        fit, predict = (
+            [str(root / f"{name}.{turn}") for name in names for turn in range(args.rounds)]
+            for names in (FIT, PREDICT)
+        )
         command = [
             sys.executable, "-m", "miles", "simulate", "experiment=grpo", "selector.admit=[none]",
-            *MODELS, "--fit", *(str(root / n) for n in FIT),
-            "--predict", *(str(root / n) for n in PREDICT),
+            *MODELS, "--fit", *fit, "--predict", *predict,
         ]  # fmt: skip
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     print(said)
