@@ -86,6 +86,7 @@ class Memory:
         began = time.perf_counter()
         if not engines:
             return Receipt(version=version, digest="", bytes=0, seconds=0.0)
+        _one_machine(trainer, engines)
         try:
             digest, size = await self._stage(trainer, engines)
             await _everywhere(engines, "receiver.load", version, digest)
@@ -118,6 +119,16 @@ class Memory:
             if copying is not None:
                 copying.cancel()
                 await asyncio.gather(copying, return_exceptions=True)
+
+
+def _one_machine(trainer: Handle, engines: Sequence[Handle]) -> None:
+    where = {handle.name: getattr(handle, "machines", [""]) for handle in (trainer, *engines)}
+    if len({machine for machines in where.values() for machine in machines}) > 1:
+        found = "; ".join(f"{name} on {', '.join(set(m))}" for name, m in where.items())
+        raise ConfigError(
+            f"transport memory: {found}: machines share no memory; take a transport that goes "
+            "through files or the network (`miles plugins list --kind transport`)"
+        )
 
 
 async def _everywhere(engines: Sequence[Handle], target: str, *args: Any) -> None:

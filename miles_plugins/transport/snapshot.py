@@ -29,7 +29,7 @@ __all__ = ["MANIFEST", "SnapshotReceiver", "SnapshotSender", "Writer", "read_man
 
 MANIFEST = "snapshot.json"
 INDEX = "model.safetensors.index.json"
-_UNFINISHED = ".unfinished-"
+UNFINISHED = ".unfinished-"
 
 
 class SnapshotSender:
@@ -69,13 +69,16 @@ class SnapshotSender:
         try:
             with writer:
                 for name, tensor in stream:
-                    writer.add(name, tensor)
-                self._new = writer.finish(version, self._config(writer))
+                    self.written(name, writer.add(name, tensor))
+                self._new = writer.finish(version, self._config(writer.entries))
         except WeightSyncError:
             for _ in stream:  # the other ranks gather to the end, and wait for this one
                 pass
             raise
         return {"directory": str(self._new), "digest": writer.digest, "bytes": writer.bytes}
+
+    def written(self, name: str, here: torch.Tensor) -> None:
+        """A tensor, on the CPU, is in the snapshot."""
 
     def keep(self, directory: str) -> None:
         """Every engine serves this snapshot: delete those before it."""
@@ -95,15 +98,15 @@ class SnapshotSender:
         if not self._directory.is_dir():
             return
         for path in self._directory.iterdir():
-            ours = path.name.startswith((_UNFINISHED + self._name, self._name))
+            ours = path.name.startswith((UNFINISHED + self._name, self._name))
             if ours and path not in (self._kept, self._new):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _config(self, writer: Writer) -> Mapping[str, Any] | None:
+    def _config(self, entries: list[dict[str, Any]]) -> Mapping[str, Any] | None:
         if self._model is None:
             return None
         config = {k: v for k, v in self._model.hf_config().items() if k != "torch_dtype"}
-        types = {entry["dtype"] for entry in writer.entries}
+        types = {entry["dtype"] for entry in entries}
         floats = [t for t in ("float32", "bfloat16", "float16") if t in types]
         return config | ({"dtype": floats[0]} if floats else {})
 
@@ -118,7 +121,7 @@ class Writer:
         self._final = directory
         self._name = name
         self._file_bytes = file_bytes
-        self._folder = directory / f"{_UNFINISHED}{name}{secrets.token_hex(6)}"
+        self._folder = directory / f"{UNFINISHED}{name}{secrets.token_hex(6)}"
         self._held: dict[str, torch.Tensor] = {}
         self._room = file_bytes
         self._files = 0
@@ -131,7 +134,7 @@ class Writer:
         """Of the whole stream, once it is finished."""
 
     def __enter__(self) -> Writer:
-        with _naming(self._folder):
+        with naming(self._folder):
             self._folder.mkdir(parents=True)
         return self
 
@@ -140,8 +143,8 @@ class Writer:
         if self._folder.exists():
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one more tensor. Raises `WeightSyncError` when an earlier file failed."""
+    def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Take one more tensor; the copy that was made of it. Raises `WeightSyncError` when an earlier file failed."""
         if self._held and tensor.nbytes > self._room:
             self._flush()
         content = contents([tensor])[0]
@@ -152,6 +155,7 @@ class Writer:
         entry = {"name": name, "dtype": dtype_name(here), "shape": list(here.shape)}
         entry |= {"bytes": here.nbytes, "content": content, "file": self._file()}
         self.entries.append(entry)
+        return here
 
     def finish(self, version: int, config: Mapping[str, Any] | None) -> Path:
         """Write what is left and the manifest, flush all of it, and give the snapshot its name."""
@@ -170,7 +174,7 @@ class Writer:
         manifest = {"version": version, "digest": self.digest, "tensors": self.entries}
         write_json(self._folder / MANIFEST, manifest)
         final = self._final / f"{self._name}{version:06d}.{secrets.token_hex(3)}"
-        with _naming(final):
+        with naming(final):
             flush_folder(self._folder)
             self._folder.rename(final)
             flush_folder(self._final)
@@ -285,23 +289,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {key: found[key] for key in ("version", "digest", "tensors")}
+        return found | {key: found[key] for key in ("version", "digest", "tensors")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightSyncError(
             f"transport disk: {path} cannot be read, so the snapshot is not complete: {error}"
         ) from error
 
 
+def config_of(folder: Path) -> Mapping[str, Any] | None:
+    """The model's configuration beside a snapshot, where there is one."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write and flush a file. Raises `WeightSyncError` naming it."""
-    with _naming(path), path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         json.dump(data, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _write_tensors(path: Path, held: Mapping[str, torch.Tensor]) -> None:
-    with _naming(path):
+    with naming(path):
         save_file(dict(held), path, metadata={"format": "pt"})
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -317,7 +327,7 @@ def flush_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
