@@ -36,6 +36,7 @@ __all__ = ["main"]
 
 HEARTBEAT_S = 1.0
 END_S = 3.0  # for what episodes left open
+REPLACE_S = 15.0  # the same, before others take its place: an engine may hold a whole GPU
 FOR_OTHERS = ("model", "precision", "tito", "sandbox", "environment")  # fields of a `Context`
 
 
@@ -66,12 +67,19 @@ class Worker:
         beat = loop.create_task(self._heartbeat())
         await self._lost.wait()
         beat.cancel()
-        await self._end_rollouts()
+        await self._end_parts(END_S)
 
-    async def _end_rollouts(self) -> None:
-        """Close what episodes left open (boxes, servers), in the time there is."""
+    async def _end_parts(self, limit: float) -> None:
+        """Close what episodes left open (boxes, servers) and what an engine holds, in `limit`
+        seconds."""
+        ends = []
         if (rollouts := self.parts.pop("rollouts", None)) is not None:
-            await asyncio.wait({asyncio.create_task(rollouts.end())}, timeout=END_S)
+            ends.append(rollouts.end())
+        engine = self.parts.pop("engine", None)
+        if (close := getattr(engine, "close", None)) is not None:
+            ends.append(close())
+        if ends:
+            await asyncio.wait({asyncio.create_task(end) for end in ends}, timeout=limit)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -147,7 +155,7 @@ class Worker:
     ) -> list[str]:
         """Build `parts` in order, replacing what was built before; the names of what there is
         now."""
-        await self._end_rollouts()
+        await self._end_parts(REPLACE_S)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._build, parts, plugins, context)
 

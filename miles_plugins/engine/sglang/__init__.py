@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -18,18 +18,17 @@ from typing import Any, Literal
 
 from miles import Array, Completion, ConfigError, Context, EngineError, Request, WeightSyncError
 from miles_plugins.engine.sglang import checks, command, wording
-from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.asking import Asking
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
 from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket
 from miles_plugins.engine.sglang.server import Server, Slot
 from miles_plugins.engine.sglang.starting import key_of, start
+from miles_plugins.engine.sglang.watching import Watch
 
 __all__ = ["Sglang"]
 
 _log = logging.getLogger(__name__)
-_FRESH_S = 2.0  # for which an answer counts as a sign of life
 _MEMORY = ("kv_cache", "weights")
 
 
@@ -163,14 +162,15 @@ class Sglang:
             )
             for one in servers
         ]
-        self._facts: says.Facts | None = None
-        self._load: dict[str, float] = {}
-        self._alive_at = -1e9
-        self._starting = asyncio.Lock()
+        self._watch = Watch(
+            self._http,
+            server=self._server,
+            pair=self._pair,
+            start_timeout_s=config.start_timeout_s,
+            silent_s=config.silent_s,
+        )
         self._turn = asyncio.Lock()
-        self._broken = ""
-        self._paused = self._asleep = self._updating = False
-        self._told = False
+        self._paused = self._asleep = self._told = False
 
     # ------------------------------------------------------------ requests
 
@@ -200,66 +200,26 @@ class Sglang:
         return await self._asking.abort(keys)
 
     async def _usable(self) -> None:
-        if self._broken:
-            raise EngineError(f"engine sglang: it cannot be used: {self._broken}")
+        self._watch.usable()
         if self._asking.newest < 0:
-            await self._ready()
+            await self._watch.ready()
             if self._server is not None:
                 raise EngineError("engine sglang: it has no weights yet")
             await self.version()
 
     # ------------------------------------------------------------ the server
 
-    async def _ready(self) -> says.Facts:
-        """What the server says of itself, once it is well. Raises `EngineError`."""
-        async with self._starting:
-            if self._facts is not None:
-                return self._facts
-            if self._server is not None:
-                await self._server.ready(self._http, self.config.start_timeout_s)
-            found = says.facts(await self._info())
-            if doubt := says.doubt(found.version):
-                _log.warning("engine sglang: %s: %s", self._http.url, doubt)
-            if self._pair is not None:
-                theirs = await self._pair.http.ask("GET", "/server_info")
-                self._pair.meet(int(theirs.get("disaggregation_bootstrap_port") or 8998))
-            self._facts = found
-            return found
-
-    async def _info(self) -> Any:
-        limit = self.config.silent_s
-        try:
-            info = await self._http.ask("GET", "/server_info", limit=limit)
-        except wording.NotFound:  # its name before 0.5.16
-            info = await self._http.ask("GET", "/get_server_info", limit=limit)
-        self._alive_at = monotonic()
-        return info
-
-    async def _alive(self) -> None:
-        """Raise `EngineError` unless the server, scheduler included, answered lately. While it
-        takes weights it has no time for that."""
-        if self._broken:
-            raise EngineError(f"engine sglang: it cannot be used: {self._broken}")
-        if self._server is not None and (said := self._server.lost()):
-            raise EngineError(f"engine sglang: {said}")
-        if self._facts is None or self._updating or self._asleep:
-            return
-        if monotonic() - self._alive_at > _FRESH_S:
-            await self._info()
-            with suppress(wording.NotFound):
-                self._load = says.load_of(await self._http.ask("GET", "/v1/loads"))
-
     @property
     def dp_ranks(self) -> int:
         """Data-parallel ranks that a routing key can be bound to; 1 before the server is well."""
-        return 1 if self._facts is None else self._facts.dp_ranks
+        return 1 if self._watch.facts is None else self._watch.facts.dp_ranks
 
     async def version(self) -> int:
         """What is served; -1 before a server of our own has weights. Of somebody else's the
         `weight_version`, 0 where that is no number. Raises `EngineError` when the server is dead,
         hangs, or may have half of an update."""
-        await self._alive()
-        if self._server is None and not self._updating:
+        await self._watch.alive()
+        if self._server is None and not self._watch.busy:
             try:
                 info = await self._http.ask("GET", "/model_info")
             except wording.NotFound:  # its name before 0.5.16
@@ -274,13 +234,13 @@ class Sglang:
         since it was made: `tokens` sampled, `busy_s`, `prompt_tokens`, `cached_tokens` of them, and
         of speculative decoding `verified` forwards, `drafted` tokens, `accepted` of them.
         `max_len` and `dp_ranks` are the server's. Raises `EngineError` when it is not well."""
-        facts = await self._ready()
-        await self._alive()
+        facts = await self._watch.ready()
+        await self._watch.alive()
         longest = {} if facts.max_len is None else {"max_len": float(facts.max_len)}
         asking = self._asking
         return {
             "waiting": 0.0,
-            **self._load,
+            **self._watch.load,
             "active": float(len(asking.running)),
             **asking.counts,
             **longest,
@@ -302,7 +262,7 @@ class Sglang:
         """Have the server read a Hugging Face directory as `version`; running requests end, go on
         with their caches or without, as `pause` says. Raises `WeightSyncError`: before anything
         changed the old weights are served, afterwards the engine is of no use any more."""
-        facts = await self._ready()
+        facts = await self._watch.ready()
         async with self._turn:
             asking = self._asking
             if asking.newest < 0 and not asking.running:
@@ -316,21 +276,21 @@ class Sglang:
             asking.exact = True
             asking.salted = how == "in_place"
             asking.close(cut=how == "cut")
-            self._updating = True
+            self._watch.busy = True
             try:
                 await self._update(version, directory, how)
             except Unknown as error:
-                self._broken = str(error)
+                self._watch.broken = str(error)
                 raise
             except EngineError as error:
-                self._broken = str(error)
+                self._watch.broken = str(error)
                 raise WeightSyncError(f"engine sglang: version {version}: {error}") from error
             except asyncio.CancelledError:
-                self._broken = f"loading version {version} was given up half way"
+                self._watch.broken = f"loading version {version} was given up half way"
                 raise
             finally:
-                self._updating = False
-                self._alive_at = monotonic()
+                self._watch.busy = False
+                self._watch.alive_at = monotonic()
                 asking.open()
 
     async def _update(self, version: int, directory: Path, how: str) -> None:
@@ -375,7 +335,7 @@ class Sglang:
     async def sleep(self, tags: Sequence[str] = _MEMORY) -> None:
         """Free device memory, of `kv_cache`, `weights` or both; what was freed has no contents
         until it is loaded. Raises `EngineError` when the server cannot."""
-        facts = await self._ready()
+        facts = await self._watch.ready()
         if not facts.memory_saver:
             if self.config.device == "cpu" and self._server is not None:
                 return  # there is no device to free
@@ -386,7 +346,7 @@ class Sglang:
         body = {"tags": list(tags)}
         limit = self.config.update_timeout_s
         await self._http.ask("POST", "/release_memory_occupation", body, limit=limit)
-        self._asleep = True
+        self._asleep = self._watch.busy = True
 
     async def wake(self, tags: Sequence[str] = _MEMORY) -> None:
         """Take it back."""
@@ -395,7 +355,7 @@ class Sglang:
         body = {"tags": list(tags)}
         limit = self.config.update_timeout_s
         await self._http.ask("POST", "/resume_memory_occupation", body, limit=limit)
-        self._asleep = False
+        self._asleep = self._watch.busy = False
 
     async def close(self) -> None:
         """Hang up; a server of our own is ended."""

@@ -47,8 +47,9 @@ class Asking:
         not told: a completion is then of the version that its end says."""
         self.salted = False
         """Whether prompts share keys and values only within a version."""
-        self.tells_spans = True
-        """Whether the last reply said which tokens are of which version."""
+        self.tells_spans: bool | None = None
+        """Whether the last reply said which tokens are of which version; None before there was
+        one."""
         self.counts = dict.fromkeys(_COUNTS, 0.0)
 
     async def generate(self, request: Request) -> Completion:

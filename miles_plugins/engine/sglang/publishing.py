@@ -28,7 +28,7 @@ class Unknown(WeightSyncError):
     """An update failed after it may have begun: what the server now has is not known."""
 
 
-def bracket(pause: str, facts: says.Facts, *, tells_spans: bool) -> tuple[Bracket, str]:
+def bracket(pause: str, facts: says.Facts, *, tells_spans: bool | None) -> tuple[Bracket, str]:
     """What is done to running requests so that every token's version is known, and why that is
     another than what was asked for.
 
@@ -39,6 +39,8 @@ def bracket(pause: str, facts: says.Facts, *, tells_spans: bool) -> tuple[Bracke
     """
     if pause == "abort":
         return "abort", ""
+    if tells_spans is None:
+        return "cut", ""  # it has not said anything yet
     if not tells_spans:
         why = f"SGLang {facts.version} does not tell where in a completion the weights changed"
         return "cut", "" if pause == "retract" else why

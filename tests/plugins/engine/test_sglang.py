@@ -227,7 +227,7 @@ def test_sglang_counts_what_was_speculated(play):
 def test_sglang_counts(play):
     async def check(client, server):
         made = await client.generate(_request(9))
-        client._alive_at = 0.0
+        client._watch.alive_at = float("-inf")
         health = await client.health()
         assert health["tokens"] == len(made.tokens)
         assert (health["prompt_tokens"], health["cached_tokens"]) == (10, 2)
@@ -447,7 +447,7 @@ def test_sglang_scheduler_that_hangs_makes_the_engine_unwell(play):
     async def check(client, server):
         await client.health()
         server.silent = {"/server_info"}
-        client._alive_at = 0.0
+        client._watch.alive_at = float("-inf")
         for call in (client.version, client.health):
             with pytest.raises(EngineError, match=r"/server_info: no answer in 0\.2 s"):
                 await call()

@@ -1,0 +1,392 @@
+"""Servers of our own: started with the flags of the config, and ended whatever happens to who
+started them. The server is a small program that says it is SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from miles import ConfigError, Context, EngineError, Settings
+from miles_plugins.engine.sglang import Sglang, checks, command, facts, fitting
+
+PROGRAM = textwrap.dedent(
+    """
+    import http.server, json, os, subprocess, sys, time
+    words = sys.argv[1:]
+    given = dict(zip(words, words[1:]))
+    if "--die" in words:
+        print("CUDA out of memory: everything is full", flush=True)
+        sys.exit(3)
+    key = open(given["--config"]).read().split(": ")[1].strip()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(given["--model-path"] + "/pids", "w").write(f"{os.getpid()} {child.pid}")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.headers["Authorization"] != "Bearer " + key:
+                self.send_response(401)
+                return self.end_headers()
+            said = {"version": "0.5.23", "max_req_input_len": 99, "dp_size": 1}
+            text = json.dumps(said).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_):
+            pass
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+    """
+)
+
+
+class Model:
+    """A registration without a checkpoint."""
+
+    def hf_config(self):
+        return {"hidden_size": 8}
+
+    def directory(self):
+        return None
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that says it has SGLang, and runs the program instead."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    path = tmp_path / "python"
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *importlib.metadata*) echo 0.5.23; exit;; esac\n'
+        f'shift 2\nexec {sys.executable} {program} "$@"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def around(tmp_path):
+    """What a run gives."""
+    precision = SimpleNamespace(engine="float32")
+    return Context(directory=tmp_path / "run", model=Model(), precision=precision)
+
+
+def _config(python, **more):
+    return Sglang.Config(**{"python": python, "device": "cpu", "start_timeout_s": 30.0, **more})
+
+
+def _pids(directory):
+    return [int(pid) for pid in (directory / "engines" / "model" / "pids").read_text().split()]
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _gone(pids, seconds=8.0):
+    end = time.monotonic() + seconds
+    while any(map(_alive, pids)):
+        assert time.monotonic() < end, [pid for pid in pids if _alive(pid)]
+        time.sleep(0.05)
+
+
+def test_server_is_started_recorded_and_ended(python, around):
+    async def check():
+        engine = Sglang(_config(python, environment={"SOME_SWITCH": "1"}, tp=2), around)
+        assert await engine.version() == -1
+        health = await engine.health()
+        assert health["max_len"] == 100
+        said = json.loads((around.directory / "engines" / "sglang-0.json").read_text())
+        assert said["sglang"] == "0.5.23"
+        assert said["environment"] == {"SGLANG_USE_CPU_ENGINE": "1", "SOME_SWITCH": "1"}
+        words = said["command"]
+        assert words[1:3] == ["-m", "sglang.launch_server"]
+        assert words[words.index("--tp-size") + 1] == "2"
+        assert engine._server.key not in json.dumps(said)
+        key = around.directory / "engines" / "sglang-0.key.yaml"
+        assert key.stat().st_mode & 0o077 == 0
+        with pytest.raises(EngineError, match="no weights yet"):
+            await engine.score(None)
+        pids = _pids(around.directory)
+        assert all(map(_alive, pids))
+        await engine.close()
+        return pids
+
+    _gone(asyncio.run(check()))
+
+
+def test_server_that_does_not_start_says_its_last_words(python, around):
+    async def check():
+        engine = Sglang(_config(python, flags={"die": True}), around)
+        with pytest.raises(EngineError, match=r"(?s)did not start.*ended with 3.*CUDA out of mem"):
+            await engine.health()
+        await engine.close()
+
+    asyncio.run(check())
+
+
+def test_server_that_dies_makes_the_engine_say_so(python, around):
+    async def check():
+        engine = Sglang(_config(python), around)
+        await engine.health()
+        os.kill(_pids(around.directory)[0], signal.SIGKILL)
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await engine.version()
+                except EngineError as error:
+                    if "the server ended" in str(error):
+                        break
+                await asyncio.sleep(0.05)
+        await engine.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("how", ["killed", "ends", "forgets"])
+def test_server_does_not_outlive_who_started_it(python, around, tmp_path, how):
+    """A worker that is killed, ends, or lets its engine go, as a stage that builds another does."""
+    code = f"""
+import asyncio, gc, os, pathlib, sys, time
+from types import SimpleNamespace
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from miles import Context
+from miles_plugins.engine.sglang import Sglang
+class Model:
+    def hf_config(self): return {{"hidden_size": 8}}
+    def directory(self): return None
+around = Context(directory=pathlib.Path({str(around.directory)!r}), model=Model(),
+                 precision=SimpleNamespace(engine="float32"))
+engine = Sglang(Sglang.Config(python={python!r}, device="cpu"), around)
+asyncio.run(engine.health())
+print("well", flush=True)
+if {how!r} == "forgets":
+    del engine
+    gc.collect()
+    time.sleep(60)
+elif {how!r} == "killed":
+    time.sleep(60)
+os._exit(0)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout.readline() == "well\n"
+        pids = _pids(around.directory)
+        if how == "killed":
+            assert all(map(_alive, pids))
+            worker.kill()
+        _gone(pids)
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_guard_that_is_killed_takes_its_server_along(python, around):
+    async def check():
+        engine = Sglang(_config(python), around)
+        await engine.health()
+        os.kill(engine._server.pid, signal.SIGKILL)
+        pids = _pids(around.directory)
+        await engine.close()
+        os.kill(pids[1], signal.SIGKILL)  # the program's own child has no guard of its own
+        return pids[:1]
+
+    _gone(asyncio.run(check()))
+
+
+def test_port_in_use_is_one_clear_error(python, around):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} of 127\.0\.0\.1 is in use"):
+            Sglang(_config(python, port=port), around)
+
+
+def test_no_sglang_installed_is_one_clear_error(around):
+    with pytest.raises(ConfigError, match=r"has no SGLang installed.*engine\.python="):
+        Sglang(_config(""), around)
+    with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
+        Sglang(_config("/nowhere/python"), around)
+
+
+# ---------------------------------------------------------------- flags
+
+
+def _flags(config, **more):
+    given = {
+        "model_path": "m", "dtype": "bfloat16", "port": 1, "slot": 0, "seed": 5,
+        "experts": False, "memory_saver": False, "in_place": False, **more,
+    }  # fmt: skip
+    return command.arguments("py", command.flags(config, **given))
+
+
+def test_flags_follow_the_config():
+    config = Sglang.Config(
+        tp=4,
+        dp=2,
+        dp_attention=True,
+        first_gpu=1,
+        deterministic=True,
+        memory_fraction=0.7,
+        flags={"attention-backend": "triton", "disable_cuda_graph": True, "lora_paths": ["a", "b"]},
+    )
+    words = _flags(config, slot=2, experts=True, memory_saver=True, in_place=True)
+    said = " ".join(words)
+    for flag in (
+        "--tp-size 4", "--dp-size 2 --enable-dp-attention", "--base-gpu-id 9", "--dtype bfloat16",
+        "--enable-deterministic-inference", "--enable-return-routed-experts", "--random-seed 5",
+        "--enable-memory-saver", "--disable-overlap-schedule", "--mem-fraction-static 0.7",
+        "--attention-backend triton", "--disable-cuda-graph", "--lora-paths a b",
+        "--load-format dummy", "--host 127.0.0.1",
+    ):  # fmt: skip
+        assert flag in said, flag
+    assert "attention_backend" not in said
+    plain = " ".join(_flags(Sglang.Config(dp=2)))
+    assert "--dp-size 2" in plain
+    assert "dp-attention" not in plain
+    spec = Sglang.Config(speculative={"algorithm": "EAGLE", "num_steps": 3})
+    assert "--speculative-algorithm EAGLE --speculative-num-steps 3" in " ".join(_flags(spec))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"flags": {"port": 1}}, "flags: port follows from other keys"),
+        ({"flags": {"--tp-size": 1}}, "flags: --tp-size follows from other keys"),
+        ({"flags": {"speculative_num_steps": 1}}, "under engine.speculative, as num_steps"),
+        ({"workers": 0}, "workers: 0 is less than 1"),
+        ({"memory_fraction": 1.0}, "memory_fraction: 1.0 is not from 0 to below 1"),
+        ({"tp": 3, "dp": 2, "dp_attention": True}, r"dp \(2\) must divide tp \(3\)"),
+        ({"dp_attention": True}, "it takes at least 2 ranks"),
+        ({"speculative": {"num_steps": 3}}, "speculative.algorithm is not set"),
+        ({"speculative": {"algorithm": "EAGLE"}, "deterministic": True}, "no seeds"),
+        ({"prefill_url": "http://a"}, "prefill_url: it goes with engine.url"),
+        ({"url": "http://a,http://a"}, "an address is there twice"),
+        ({"url": "http://a", "workers": 2}, r"workers \(2\) is more than the 1 addresses"),
+        ({"url": "http://a,http://b", "prefill_url": "http://c"}, "they go in pairs"),
+    ],
+)
+def test_keys_that_cannot_be_are_refused(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        Sglang(Sglang.Config(**keys), Context(directory=tmp_path))
+
+
+def test_flag_that_is_no_plain_value_is_refused(python, around):
+    with pytest.raises(ConfigError, match=r"flags\.odd is \{'a': 1\}"):
+        Sglang(_config(python, flags={"odd": {"a": 1}}), around)
+
+
+# ---------------------------------------------------------------- what `miles check` says
+
+
+def _planned(**settings):
+    model = SimpleNamespace(hf_config=lambda: BIG)
+    precision = SimpleNamespace(engine="bfloat16")
+    return SimpleNamespace(
+        settings=Settings(**settings),
+        specs={"evaluator": None},
+        built={"model": model, "precision": precision},
+    )
+
+
+BIG = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+}
+
+
+def test_estimate_is_near_what_models_have():
+    assert fitting.parameters(BIG) == pytest.approx(70.6e9, rel=0.02)  # Llama 3 70B
+    small = {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
+        "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert fitting.parameters(small) == pytest.approx(0.596e9, rel=0.02)  # Qwen3-0.6B
+    moe = {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "vocab_size": 151936,
+    }  # fmt: skip
+    assert fitting.parameters(moe) == pytest.approx(30.5e9, rel=0.02)  # Qwen3-30B-A3B
+    deepseek = {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "vocab_size": 129280, "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    assert fitting.parameters(deepseek) == pytest.approx(671e9, rel=0.02)
+    assert fitting.weight_bytes(deepseek, "bfloat16") == fitting.parameters(deepseek)
+
+
+def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypatch):
+    def said(config, count):
+        card = fitting.Gpu(name="H200", total=141 << 30)
+        monkeypatch.setattr(fitting, "gpus", lambda: [card] * count)
+        return "\n".join(checks.check(Sglang, config, _planned()))
+
+    cuda = replace(_config(python), device="cuda")
+    assert "there is no GPU here" in said(cuda, 0)
+    assert "take a larger engine.tp" in said(cuda, 1)
+    assert "131.4 GiB in bfloat16, and 1 GPU offer" in said(cuda, 1)
+    assert said(replace(cuda, tp=2), 2) == ""
+    text = said(replace(cuda, tp=2, workers=3, first_gpu=1), 4)
+    assert "3 servers of 2 GPUs from GPU 1 on need 7 GPUs, and there are 4" in text
+    monkeypatch.setattr(fitting, "memory", lambda: 16 << 30)
+    assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
+
+
+def test_check_names_ports_experts_and_urls(python):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        found = checks.check(Sglang, _config(python, port=port), _planned())
+        assert any(f"port {port}" in fault for fault in found)
+    unreachable = Sglang.Config(url="http://127.0.0.1:9")
+    found = checks.check(Sglang, unreachable, _planned())
+    assert found == ["http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused"]
+    session = replace(Settings().session, experts=True)
+    found = checks.check(Sglang, _config(python), _planned(session=session))
+    assert found == ["session.experts: the model has no experts to ask for"]
+
+
+def test_versions_outside_the_tested_range_and_mixed_ones_are_told():
+    assert facts.doubt("0.5.16") == facts.doubt("0.5.23") == ""
+    for version in ("0.5.15.post1", "0.5.24", "0.6.0"):
+        assert facts.doubt(version) == (
+            f"SGLang {version} was not tested with miles; tested: 0.5.16 to 0.5.23"
+        )
+    (said,) = facts.doubts({"http://a": "0.5.16", "http://b": "0.5.23"})
+    assert "http://a has 0.5.16, http://b has 0.5.23" in said
+    assert facts.doubts({"http://a": "0.5.16", "http://b": "0.5.16"}) == []
+
+
+def test_check_warns_of_an_untested_version(tmp_path):
+    path = tmp_path / "python"
+    path.write_text("#!/bin/sh\necho 0.7.1\n")
+    path.chmod(0o755)
+    (said,) = checks.warnings(Sglang, _config(str(path)), _planned())
+    assert said == "engine.python: SGLang 0.7.1 was not tested with miles; tested: 0.5.16 to 0.5.23"
