@@ -48,6 +48,7 @@ class Keeper:
         self._stopping = threading.Event()
         self._fault = ""
         self._ready: dict[str, Any] = {"host": socket.gethostname(), "fault": ""}
+        self._ready["machine"] = f"{socket.gethostname()}/{_boot()}"
         # the kernel ties a child's end to the thread that started it: this one lives as long
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
         if lacking := unseen(order["files"]):
@@ -70,8 +71,8 @@ class Keeper:
         self._thread.start()
 
     def ready(self) -> dict[str, Any]:
-        """`host`, its name; `address` and `port` at which the caller is expected; `devices`, the
-        GPUs that Ray reserved, or null; or a `fault`."""
+        """`host`, its name; `machine`, which tells it from others; `address` and `port` at which
+        the caller is expected; `devices`, the GPUs that Ray reserved, or null; or a `fault`."""
         return self._ready
 
     def _keep(self) -> None:
@@ -153,6 +154,14 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # the session: its children too
         self._thread.join(grace_s + 5.0)
+
+
+def _boot() -> str:
+    """What the kernel calls this boot of the machine, shortened: host names repeat."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        return "?"
 
 
 def own_address(address: str, network: str) -> str:

@@ -144,7 +144,7 @@ def _singles(wants: Sequence[Want], nodes: Sequence[Node], where: str) -> Iterat
         fitting = [n for n in nodes if n.cpus >= each * want.cpus and n.gpus >= each * want.gpus]
         needed = math.ceil(want.count / want.per_node) if want.per_node else 1
         if len(fitting) < needed:
-            most = ", ".join(f"{n.address}: {n.cpus:g} CPUs, {n.gpus:g} GPUs" for n in nodes[:8])
+            most = "; ".join(f"{n.address}: {n.cpus:g} CPUs, {n.gpus:g} GPUs" for n in nodes[:8])
             yield (
                 f"{want.role}: {needed} node(s) with {each * want.cpus:g} CPUs and "
                 f"{each * want.gpus} GPUs are needed for {each} worker(s) on one node, and {where} "

@@ -36,6 +36,8 @@ class Rank:
         self.node = node
         self.host = node.address
         """Name and address of its host."""
+        self.machine = ""
+        """Tells its machine from others."""
         self.bind = ""
         """Address at which what is started beside the worker may listen."""
         self.devices: str | None = None
@@ -56,6 +58,7 @@ class Rank:
         if found["fault"]:
             raise ConfigError(f"runtime ray: {self.title}: {found['fault']}")
         self.bind, self.devices = found["address"], found["devices"]
+        self.machine = found["machine"]
         self._ended = self.actor.wait.remote().future()
         loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_INET6 if ":" in self.bind else socket.AF_INET)
@@ -176,9 +179,9 @@ class RayHandle:
         return self.ranks[0].bind
 
     @property
-    def hosts(self) -> list[str]:
-        """Name and address of the host of each rank."""
-        return [rank.host for rank in self.ranks]
+    def machines(self) -> list[str]:
+        """Which machine each rank is on: workers of one share its memory."""
+        return [rank.machine for rank in self.ranks]
 
     @property
     def lost(self) -> bool:
