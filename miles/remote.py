@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from miles.batch import Batch, Tokens, Update
 from miles.errors import WorkerError
@@ -91,7 +91,14 @@ class RemoteEngine:
 
     def __init__(self, handle: Handle, *, timeout_s: float) -> None:
         self.handle = handle
+        self.dp_ranks = 1
+        """Data-parallel ranks that a routing key can be bound to; as `look` found it."""
         self._timeout_s = timeout_s
+
+    async def look(self) -> Self:
+        """Ask how many ranks there are. Raises `WorkerError`, `EngineError`."""
+        self.dp_ranks = max(1, int((await self.health()).get("dp_ranks", 1)))
+        return self
 
     async def generate(self, request: Request) -> Completion:
         completion: Completion = await self.handle.call("engine.generate", request)

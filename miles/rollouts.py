@@ -95,8 +95,9 @@ class Rollouts:
         if self._peers:
             settings = self.settings
             limit = settings.worker_timeout_s
+            mirrors = (RemoteEngine(peer, timeout_s=limit).look() for peer in self._peers)
             router = Router(
-                {p.name: RemoteEngine(p, timeout_s=limit) for p in self._peers},
+                {engine.handle.name: engine for engine in await asyncio.gather(*mirrors)},
                 # who asks has a deadline; a completion that keeps it is not the engine's fault
                 request_timeout_s=max(
                     settings.episode_timeout_s, settings.session.upstream_timeout_s

@@ -168,6 +168,16 @@ def test_remote_engine_aborts_by_key() -> None:
     asyncio.run(play())
 
 
+def test_remote_engine_has_the_ranks_of_the_one_there() -> None:
+    class Ranked(CachingEngine):
+        async def health(self) -> dict[str, float]:
+            return {**await super().health(), "dp_ranks": 4.0}
+
+    engine = RemoteEngine(FakeHandle("engine", {"engine": Ranked()}), timeout_s=5)
+    assert engine.dp_ranks == 1
+    assert asyncio.run(engine.look()) is engine and engine.dp_ranks == 4
+
+
 def test_remote_engine_raises_what_the_one_there_raised() -> None:
     there = CachingEngine()
     there.fault = EngineError("it does not fit")
