@@ -39,6 +39,8 @@ class Record:
     outcome: str
     """`finished`, `interrupted`, `failed`; without an end `running` while a process holds the
     directory, otherwise `unfinished` (it was killed); `unrecorded` without `metrics.jsonl`."""
+    why: str
+    """What ended it, when it failed."""
     seconds: float
     """From the first line to the last, without the pauses before a resume."""
     config: str
@@ -77,6 +79,7 @@ def read(directory: Path | str) -> Record:
         samples=tuple(samples[k] for k in sorted(samples)),
         planned=_planned(good),
         outcome=_outcome(root, good),
+        why=_why(good),
         seconds=_seconds(good),
         config=_text(root / "config.yaml"),
         plugins=_mapping(root / "plugins.json"),
@@ -120,6 +123,11 @@ def _outcome(root: Path, lines: list[Line]) -> str:
     if ends and "outcome" in ends[-1]:
         return str(ends[-1]["outcome"])
     return "running" if _held(root / "lock") else "unfinished"
+
+
+def _why(lines: list[Line]) -> str:
+    ends = [x for x in lines if x.get("moment") in ("run_started", "run_finished")]
+    return str(ends[-1].get("why", "")) if ends else ""
 
 
 def _held(lock: Path) -> bool:

@@ -314,10 +314,9 @@ def _warnings(record: Record) -> str:
     if record.unreadable:
         last["unreadable"] = "unreadable lines in metrics.jsonl or samples.jsonl, left out here"
         count["unreadable"] = record.unreadable
-    if not last:
-        return ""
-    rows = [(f"{count[kind]}×", text) for kind, text in last.items()]
-    return _section("Warnings", _table(("", ""), rows))
+    rows = [("failed", record.why)] if record.why else []
+    rows += [(f"{count[kind]}×", text) for kind, text in last.items()]
+    return _section("Warnings", _table(("", ""), rows)) if rows else ""
 
 
 def _samples(record: Record) -> str:

@@ -145,7 +145,7 @@ class _Run:
         # collector would walk all of it again and again (a fifth of the driver's time)
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
-        began, outcome = time.monotonic(), "failed"
+        began, outcome, why = time.monotonic(), "failed", ""
         try:
             with self._signals():
                 self._announce(shared, chosen, state)
@@ -155,7 +155,11 @@ class _Run:
             outcome = "interrupted"
             return 130
         except BaseExceptionGroup as group:
-            raise _first(group) from group
+            why = _words(error := _first(group))
+            raise error from group
+        except MilesError as error:
+            why = _words(error)
+            raise
         finally:
             await shared.end_rollouts()
             await runtime.stop()
@@ -164,6 +168,7 @@ class _Run:
                 "outcome": outcome,
                 "directory": str(self.directory),
                 "seconds": time.monotonic() - began,
+                **({"why": why} if why else {}),
             }
             shared.tracking.moment("run_finished", end)
             for name in shared.tracking.close():
@@ -309,6 +314,10 @@ class _Run:
 
 def _done(state: Mapping[str, Any], steps: int) -> bool:
     return bool(state["version"] >= state["stage_first"] + steps)
+
+
+def _words(error: BaseException) -> str:
+    return error.detail if isinstance(error, MilesError) else f"{type(error).__name__}: {error}"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

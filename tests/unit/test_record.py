@@ -51,6 +51,13 @@ def test_read_keeps_a_finished_run(tmp_path: Path) -> None:
     assert record.config == "seed: 0\n"
 
 
+def test_read_says_why_a_run_failed_unless_it_was_resumed_since(tmp_path: Path) -> None:
+    failed = {**END, "outcome": "failed", "why": "trainer: gone"}
+    record = read(put(tmp_path, STARTED, failed))
+    assert (record.outcome, record.why) == ("failed", "trainer: gone")
+    assert read(put(tmp_path, STARTED, failed, STARTED, END)).why == ""
+
+
 def test_read_of_a_run_in_progress_forgives_the_line_being_written(tmp_path: Path) -> None:
     with hold(tmp_path):
         record = read(put(tmp_path, STARTED, STEP, '{"moment": "step_fin'))
