@@ -21,6 +21,7 @@ OVERRIDES = [
     "stages.grpo.selector.admit=[none]",
     "stages.grpo.groups_per_step=4",
     "checkpoint_every=0",
+    "silent_after_s=10",
     "run.name=run",
 ]
 
