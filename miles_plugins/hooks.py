@@ -28,11 +28,13 @@ def miles_agents() -> dict[str, Any]:
 def miles_commands(subparsers: Any) -> None:
     """`miles convert`: other checkpoint formats to a Hugging Face directory. `miles tito verify`:
     a checkpoint's tito handler against the grid, its template and a live engine. `miles sandboxes`:
-    boxes that exist."""
+    boxes that exist. `miles serve`: an engine over HTTP."""
+    from miles_plugins.engine.native import command as serving
     from miles_plugins.sandbox import commands
 
     _add_tito(subparsers)
     commands.add(subparsers)
+    serving.add(subparsers)
     words = "turn a GGUF file into a Hugging Face directory, offline"
     command = subparsers.add_parser("convert", help=words, description=words + ".")
     sources = command.add_subparsers(title="sources", metavar="SOURCE")

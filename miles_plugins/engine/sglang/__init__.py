@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from miles import Array, Completion, ConfigError, Context, EngineError, Request, WeightSyncError
 from miles_plugins.engine.sglang import checks, command, wording
 from miles_plugins.engine.sglang.asking import Asking
+from miles_plugins.engine.sglang.channel import Channel, opened
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
 from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket
@@ -262,6 +263,36 @@ class Sglang:
         """Have the server read a Hugging Face directory as `version`; running requests end, go on
         with their caches or without, as `pause` says. Raises `WeightSyncError`: before anything
         changed the old weights are served, afterwards the engine is of no use any more."""
+        async with self._bracketed(version) as how:
+            await self._update(version, directory, how)
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncGenerator[Channel, None]:
+        """For transports that write over SGLang's own routes: paused inside, it then serves
+        `version`; after an error the old weights, if none was written yet, or nothing any more."""
+        if self._pair is not None:
+            raise WeightSyncError(
+                "engine sglang: servers that only prefill or decode take weights by transport=disk"
+            )
+        async with self._bracketed(version) as how:
+            await self._publishing[0].pause("abort" if how == "cut" else how)
+            limits = {"flush": how != "in_place", "limit": self.config.update_timeout_s}
+            channel = await opened(self._http, version, **limits)
+            try:
+                yield channel
+                await channel.end()
+            except (WeightSyncError, EngineError) as error:
+                if channel.touched:
+                    raise Unknown(f"engine sglang: version {version}: {error}") from error
+                await channel.end()
+                await self._resume()
+                raise
+            self._asking.newest = version
+            await self._resume()
+
+    @asynccontextmanager
+    async def _bracketed(self, version: int) -> AsyncGenerator[str, None]:
+        """Around an update: what becomes of running requests, and of the engine when it fails."""
         facts = await self._watch.ready()
         async with self._turn:
             asking = self._asking
@@ -278,7 +309,7 @@ class Sglang:
             asking.close(cut=how == "cut")
             self._watch.busy = True
             try:
-                await self._update(version, directory, how)
+                yield how
             except Unknown as error:
                 self._watch.broken = str(error)
                 raise

@@ -68,6 +68,8 @@ def _ordered(version: str) -> tuple[int, ...]:
 def doubt(version: str) -> str:
     """Why this version may not do; empty within the tested range."""
     oldest, newest = TESTED
+    if version.startswith("miles "):
+        return ""  # `miles serve`, which comes with this client
     if _ordered(oldest) <= _ordered(version) <= _ordered(newest):
         return ""
     return f"SGLang {version} was not tested with miles; tested: {oldest} to {newest}"

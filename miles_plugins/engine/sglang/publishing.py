@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from miles import EngineError, WeightSyncError
 from miles_plugins.engine.sglang import facts as says
+from miles_plugins.engine.sglang import wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.server import write_json
 
@@ -100,16 +101,15 @@ class Publishing:
     async def _try(self, version: int, directory: Path, *, flush: bool) -> None:
         """Scramble all tensors and read again: those whose checksums then differ did not come from
         the directory. The same bytes must also have given the same checksums to other servers."""
-        first = await self.checksums()
         try:
+            first = await self.checksums()
             body = {"action": "reset_tensors"}
             await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
-        except EngineError as error:
-            _log.warning("engine sglang: weights cannot be scrambled for the proof: %s", error)
-            second = first
-        else:
-            await self._read(version, directory, flush=flush)
-            second = await self.checksums()
+        except wording.Refused as error:
+            _log.warning("engine sglang: an update cannot be proved in this server: %s", error)
+            return
+        await self._read(version, directory, flush=flush)
+        second = await self.checksums()
         _differ(version, first, second, "do not come from the files")
         digest = content(directory)
         seen = self._record / f"{digest}.json"

@@ -18,6 +18,7 @@ from miles import Array, Completion, EngineError, Request, Span
 
 __all__ = [
     "NotFound",
+    "Refused",
     "completion",
     "decoded",
     "event",
@@ -35,7 +36,11 @@ __all__ = [
 _SEEDS = 2**31  # what the server's sampling seed may be
 
 
-class NotFound(EngineError):
+class Refused(EngineError):
+    """The server understood a question and does not do that."""
+
+
+class NotFound(Refused):
     """The server has no such path."""
 
 
@@ -113,7 +118,7 @@ def event(line: bytes) -> dict[str, Any] | None:
 
 def failure(where: str, status: int, text: str) -> EngineError:
     """An answer that is an error."""
-    kind = NotFound if status == 404 else EngineError
+    kind = NotFound if status == 404 else Refused if status == 400 else EngineError
     return kind(f"{where}: HTTP {status}: {' '.join(text.split())[:400]}")
 
 
