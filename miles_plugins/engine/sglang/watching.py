@@ -1,0 +1,97 @@
+"""Whether a server is well, and what it said of itself when it became so.
+
+It looks, and raises; what is then done about a server is not decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from miles import EngineError
+from miles_plugins.engine.sglang import facts as says
+from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang.http import Http
+from miles_plugins.engine.sglang.pairs import Pair
+from miles_plugins.engine.sglang.server import Server
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger(__name__)
+_FRESH_S = 2.0  # for which an answer counts as a sign of life
+_BOOTSTRAP = 8998  # SGLang's own port for pairs
+
+
+class Watch:
+    """`server` is the process where that is ours, `pair` its other half where there is one."""
+
+    def __init__(
+        self,
+        http: Http,
+        *,
+        server: Server | None,
+        pair: Pair | None,
+        start_timeout_s: float,
+        silent_s: float,
+    ) -> None:
+        self._http = http
+        self._server = server
+        self._pair = pair
+        self._start_timeout_s = start_timeout_s
+        self._silent_s = silent_s
+        self._starting = asyncio.Lock()
+        self.facts: says.Facts | None = None
+        """What it said; None before it was well."""
+        self.load: dict[str, float] = {}
+        """What `/v1/loads` said last."""
+        self.broken = ""
+        """Why it cannot be used any more."""
+        self.busy = False
+        """It takes weights, or has none in memory, and has no time to answer."""
+        self.alive_at = float("-inf")
+        """When it last gave a sign of life, by `time.monotonic()`."""
+
+    async def ready(self) -> says.Facts:
+        """Wait until it is well. Raises `EngineError`."""
+        async with self._starting:
+            if self.facts is not None:
+                return self.facts
+            if self._server is not None:
+                await self._server.ready(self._http, self._start_timeout_s)
+            found = says.facts(await self._info())
+            if doubt := says.doubt(found.version):
+                _log.warning("engine sglang: %s: %s", self._http.url, doubt)
+            if self._pair is not None:
+                theirs = await self._pair.http.ask("GET", "/server_info")
+                self._pair.meet(int(theirs.get("disaggregation_bootstrap_port") or _BOOTSTRAP))
+            self.facts = found
+            return found
+
+    async def alive(self) -> None:
+        """Raise `EngineError` unless the server, its scheduler included, answered lately."""
+        self.usable()
+        if self._server is not None and (said := self._server.lost()):
+            raise EngineError(f"engine sglang: {said}")
+        if self.facts is None or self.busy or monotonic() - self.alive_at < _FRESH_S:
+            return
+        await self._info()
+        with suppress(wording.NotFound):
+            self.load = says.load_of(await self._http.ask("GET", "/v1/loads"))
+
+    def usable(self) -> None:
+        """Raise `EngineError` when it cannot be used any more."""
+        if self.broken:
+            raise EngineError(f"engine sglang: it cannot be used: {self.broken}")
+
+    async def _info(self) -> Any:
+        """What only a scheduler that runs can say."""
+        limit = self._silent_s
+        try:
+            info = await self._http.ask("GET", "/server_info", limit=limit)
+        except wording.NotFound:  # its name before 0.5.16
+            info = await self._http.ask("GET", "/get_server_info", limit=limit)
+        self.alive_at = monotonic()
+        return info
