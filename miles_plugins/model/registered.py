@@ -189,8 +189,11 @@ class Nemotron(Checkpoint):
     signs = (Signs(tito="nemotron3", has=("<function=", "truncate_history_thinking")),)
 
 
+_KIMI = ("<|im_middle|>", "<|tool_calls_section_begin|>", "tool_declare")
+
+
 class Kimi(Checkpoint):
-    """Kimi K2, K2.5 and K2.6. K2 Thinking's template goes through `generic`."""
+    """Kimi K2, K2 Thinking, K2.5 and K2.6. Which markup a checkpoint has, its template tells."""
 
     name = "kimi"
     tito = "kimi_k2"
@@ -202,13 +205,16 @@ class Kimi(Checkpoint):
             lacks=("reasoning_content", "<think>"),
         ),
         Signs(tito="kimi_k2_5", has=("<|im_middle|>", "<think>", "thinking", "media")),
+        Signs(tito="kimi_k2_thinking", has=(*_KIMI, "<think>{{", "reasoning_content")),
+        Signs(tito="kimi_k2_early", has=_KIMI, lacks=("<think>",)),
     )
 
     @classmethod
     def choose_tito(cls, config: Mapping[str, Any]) -> str:
         """By the template; without one by the type."""
         path = str(config.get("path") or "")
-        return handler_for(cls.signs[::-1] if _type_in(path) == "kimi_k25" else cls.signs, path)
+        newer = [s for s in cls.signs if s.tito == "kimi_k2_5" and _type_in(path) == "kimi_k25"]
+        return handler_for((*newer, *cls.signs), path)
 
 
 class MiniMax(Checkpoint):

@@ -54,6 +54,8 @@ class Generic:
     stop_ids: tuple[int, ...]
     vocab_size: int
     multimodal = False
+    grows_lists: ClassVar[bool] = False
+    """The template appends to lists of its own."""
     recognizes_markup = True  # the contract suite asks others that markup in a text stays text
 
     @classmethod
@@ -84,6 +86,7 @@ class Generic:
             _template(config, vocabulary),
             who=self.name,
             variables={**vocabulary.named, **config.arguments},
+            grows_lists=self.grows_lists,
         )
         self._markup = markup_of(self._template.text)
         self.vocab_size = vocabulary.size
@@ -166,7 +169,7 @@ class Generic:
         if found.reasoning is not None:
             message["reasoning_content"] = found.reasoning
         if found.calls:
-            message["tool_calls"] = as_calls(tokens, [(None, *call) for call in found.calls])
+            message["tool_calls"] = as_calls(tokens, found.calls)
         return message
 
     def demonstrate(self, said: str | Message) -> Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles import Tool
+from miles_plugins.tito.calls import Said
 
 __all__ = ["Found", "Markup", "markup_of"]
 
@@ -27,8 +28,8 @@ class Found:
     """What is said, calls that could not be read included as they were written."""
     reasoning: str | None
     """What stands before `</think>`; None where there is none."""
-    calls: tuple[tuple[str, dict[str, Any]], ...]
-    """Names and arguments."""
+    calls: tuple[Said, ...]
+    """Ids where the markup has them, names, arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,9 @@ class _Calls:
     block: re.Pattern[str]
     """One call, or the wrapper of several."""
     read: Any
-    """(inside of a block, types of parameters by tool) to (name, arguments), or None."""
+    """(inside of a block, types of parameters by tool) to what is called, or None."""
+    ends_thought: str = ""
+    """A mark of calls with which a model may end its reasoning, without `</think>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class Markup:
     def read(self, text: str, *, opened: bool, tools: Sequence[Tool] = ()) -> Found:
         """Take a completion apart; `opened` when the prompt already opened the reasoning."""
         reasoning, content = self._thought(text, opened)
-        found: list[tuple[str, dict[str, Any]]] = []
+        found: list[Said] = []
         if self.calls is None:
             return Found(content=content, reasoning=reasoning, calls=())
         types, kept, at = _types(tools), [], 0
@@ -82,6 +85,9 @@ class Markup:
             return None, text
         body = text.lstrip()[len(_THINK) :] if begins else text
         before, mark, after = body.partition(_THOUGHT)
+        if not mark and self.calls is not None and self.calls.ends_thought:
+            before, mark, after = body.partition(self.calls.ends_thought)
+            after = mark + after
         return (before or None), after if mark else ""
 
 
@@ -94,7 +100,7 @@ def markup_of(template: str) -> Markup:
 # ---------------------------------------------------------------- the ways
 
 
-def _json_call(inside: str, _: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def _json_call(inside: str, _: Mapping[str, Any]) -> Said | None:
     try:
         said = json.loads(inside)
     except (ValueError, RecursionError):
@@ -146,9 +152,20 @@ def _dsml_call(inside: str, _: Mapping[str, Any]) -> Any:
     return _checked(head[1], {k: v if text == "true" else _value(v, None) for k, text, v in pairs})
 
 
-def _checked(name: Any, arguments: Any) -> tuple[str, dict[str, Any]] | None:
+def _kimi_call(inside: str, _: Mapping[str, Any]) -> Said | None:
+    own, mark, written = inside.partition("<|tool_call_argument_begin|>")
+    own = own.strip()  # functions.NAME:NUMBER
+    name = own.partition(":")[0]
+    try:
+        arguments = json.loads(written) if mark else None
+    except (ValueError, RecursionError):
+        return None
+    return _checked(name.partition(".")[2] or name, arguments, own=own)
+
+
+def _checked(name: Any, arguments: Any, *, own: str | None = None) -> Said | None:
     good = isinstance(name, str) and name and isinstance(arguments, dict)
-    return (name, arguments) if good else None
+    return (own, name, arguments) if good else None
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -178,7 +195,8 @@ def _unwrapped(content: str) -> str:
 
 _EMPTY = re.compile(
     r"\s*(<｜tool▁calls▁begin｜>\s*<｜tool▁calls▁end｜>"
-    r"|<｜DSML｜(\w+)>\s*</｜DSML｜\2>)"
+    r"|<｜DSML｜(\w+)>\s*</｜DSML｜\2>"
+    r"|<\|tool_calls_section_begin\|>\s*<\|tool_calls_section_end\|>)"
 )
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _WAYS = (
@@ -194,6 +212,12 @@ _WAYS = (
         signs=("｜DSML｜",),
         block=re.compile(r"<｜DSML｜invoke(.*?)</｜DSML｜invoke>", re.DOTALL),
         read=_dsml_call,
+    ),
+    _Calls(
+        signs=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+        block=re.compile(r"<\|tool_call_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL),
+        read=_kimi_call,
+        ends_thought="<|tool_calls_section_begin|>",
     ),
 )
 """The first whose signs a template has is the template's."""

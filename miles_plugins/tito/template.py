@@ -18,8 +18,12 @@ __all__ = ["Template", "plain"]
 class Template:
     """One chat template with the variables that are fixed for it."""
 
-    def __init__(self, text: str, *, who: str, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, text: str, *, who: str, variables: Mapping[str, Any], grows_lists: bool = False
+    ) -> None:
+        """`grows_lists`: it appends to lists of its own, which `transformers` forbids."""
         self.text = text
+        self._growing = _growing(text) if grows_lists else None
         self._who = who
         self._variables = dict(variables)
 
@@ -29,7 +33,6 @@ class Template:
         """The template's text, with the assistant's turn `opened` or not. Raises `EpisodeError`
         when the template refuses the messages."""
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         refusals = (
             jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError
@@ -40,22 +43,37 @@ class Template:
         for objects in (True, False):
             try:
                 conversation = told if objects else [_written(m) for m in told]
-                texts, _ = render_jinja_template(
-                    conversations=[conversation],
-                    tools=[dict(t) for t in tools] or None,
-                    chat_template=self.text,
-                    add_generation_prompt=opened,
-                    **self._variables,
-                )
+                return self._text(conversation, [dict(t) for t in tools] or None, opened)
             except refusals as error:
                 refused = refused or error
-            else:
-                return str(texts[0])
             if objects and not any(m.get("tool_calls") for m in told):
                 break
         raise EpisodeError(
             f"tito {self._who}: the chat template refuses {len(messages)} messages: {refused}"
         ) from refused
+
+    def _text(self, conversation: list[Any], tools: list[Any] | None, opened: bool) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        how = {"add_generation_prompt": opened, **self._variables}
+        if self._growing is not None:
+            return str(self._growing.render(messages=conversation, tools=tools, **how))
+        texts, _ = render_jinja_template(
+            conversations=[conversation], tools=tools, chat_template=self.text, **how
+        )
+        return str(texts[0])
+
+
+def _growing(text: str) -> Any:
+    """The template as `transformers` compiles it, in a sandbox where it may grow its own lists."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import SandboxedEnvironment
+
+    world = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    world.filters["tojson"] = lambda value, **how: json.dumps(
+        value, **{"ensure_ascii": False, **how}
+    )
+    return world.from_string(text)
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from miles_plugins.tito.families import (
     Qwen3VL,
     Qwen35,
 )
+from miles_plugins.tito.kimi import KimiK2Early, KimiK2Thinking
 from miles_plugins.tito.surrogate import byte_surrogate, surrogate
 
 DATA = Path(__file__).parents[3] / ".." / "shared" / "data"
@@ -42,6 +43,8 @@ PUBLISHED = {
     "nemotron/trl_nemotron_3_ultra": (Nemotron3, "nemotron-3-ultra"),
     "nemotron/trl_nemotron_3_5_lightning": (Nemotron3, "nemotron-3-ultra"),
     "kimi/Kimi-K2-Instruct": (KimiK2, "kimi-k2"),
+    "kimi/Kimi-K2-Thinking": (KimiK2Thinking, ""),
+    "kimi/moonshotai-Kimi-K2": (KimiK2Early, ""),
     "minimax/MiniMax-M2": (MiniMaxM2, "minimax-m2"),
     "deepseek/trl_deepseekv3": (DeepSeekV3, ""),
     "deepseek/llama-cpp-deepseek-r1": (DeepSeekV3, ""),
@@ -66,6 +69,8 @@ def template(name):
 
 
 def tokens_of(family):
+    if family is KimiK2Thinking:
+        return (*family.tokens, "<think>", "</think>")
     inside = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
     outputs = ("outputs▁begin", "outputs▁end", "output▁begin", "output▁end")
     more = [f"<｜tool▁{part}｜>" for part in (*inside, *outputs)]

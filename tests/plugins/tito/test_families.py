@@ -354,3 +354,50 @@ def test_building_a_family_loads_no_torch(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert out.stdout.strip() == "False"
+
+
+def test_kimi_thinking_keeps_thoughts_that_its_template_drops(made):
+    built, _ = made("kimi/Kimi-K2-Thinking")
+    lines = {line.talk: line for line in verify(built)}
+    assert lines["reasoning_dropped"].kept == 1 and lines["reasoning_kept"].kept == 0
+    said = {"role": "assistant", "content": "4", "reasoning_content": " Two and two. "}
+    text = built.decode(built.demonstrate(said))
+    assert text == "<think> Two and two. </think>4<|im_end|>"
+    assert built.parse(built.demonstrate(said)) == said
+    assert built.decode(built.demonstrate("4")) == "<think></think>4<|im_end|>"
+    assert built.parse(built.demonstrate("4")) == {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize("name", ["kimi/Kimi-K2-Thinking", "kimi/moonshotai-Kimi-K2"])
+def test_kimi_by_template_keeps_the_ids_of_calls_that_the_model_wrote(made, name):
+    built, _ = made(name)
+    text = (
+        "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7"
+        '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+    )
+    message = built.parse(built.encode(text))
+    (call,) = message["tool_calls"]
+    assert call["id"] == "functions.add:7" and call["function"]["name"] == "add"
+    thinks = "Thinking" in name
+    assert message.get("reasoning_content") == ("Hm." if thinks else None)
+    assert message["content"] == ("" if thinks else "<think>Hm.")
+
+
+@pytest.mark.parametrize("name", ["kimi/Kimi-K2-Thinking", "deepseek/deepseek-ai-DeepSeek-V3.1"])
+def test_family_by_template_refuses_what_is_not_its_own(tmp_path, name):
+    family, _ = PUBLISHED[name]
+    other = bytes_checkpoint(tmp_path / "other", Qwen3, "qwen3/Qwen-Qwen3-0.6B")
+    with pytest.raises(ConfigError, match=rf"tito {family.name} .*has no special token <"):
+        handler(family, other)
+    mixed = tmp_path / "mixed"
+    bytes_checkpoint(mixed, family, "qwen3/Qwen-Qwen3-0.6B")
+    with pytest.raises(ConfigError, match="ends a turn with|has no stop token|no tool calls of"):
+        handler(family, mixed)
+    own = bytes_checkpoint(tmp_path / "own", family, name)
+    with pytest.raises(ConfigError, match=rf"tito {family.name}: arguments colour are fixed by"):
+        handler(family, own, arguments={"colour": 1})
+    with pytest.raises(EpisodeError, match="message 0 has role 'assistant'; after an assistant"):
+        built = handler(family, own)
+        stored = np.concatenate([built.render([user("x")]), built.demonstrate("y")])
+        history = [user("x"), {"role": "assistant", "content": "y"}]
+        built.extend(stored, history, [{"role": "assistant", "content": "z"}])

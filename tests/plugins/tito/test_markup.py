@@ -21,12 +21,13 @@ XML = markup_of("<tool_call> <function= ")
 PAIRS = markup_of("<tool_call> <arg_key>")
 DEEPSEEK = markup_of("<｜tool▁calls▁begin｜> <｜tool▁sep｜>")
 DSML = markup_of("｜DSML｜")
+KIMI = markup_of("</think> <|tool_calls_section_begin|> <|tool_call_argument_begin|>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def read(markup, text, *, opened=False, tools=()):
     found = markup.read(text, opened=opened, tools=tools)
-    return found.reasoning, found.content, list(found.calls)
+    return found.reasoning, found.content, [call[1:] for call in found.calls]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,31 @@ def test_template_without_reasoning_leaves_its_marks_in_the_text():
             "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
             [("add", {"a": 1})],
         ),
+        (
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+            '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            [("add", {"a": 1})],
+        ),
     ],
 )
 def test_calls_are_read_in_each_markup(markup, text, calls):
     assert read(markup, text) == (None, "", calls)
     assert read(markup, "Look: " + text)[1].strip() == "Look:"
+
+
+def test_call_ends_a_thought_where_models_do_so():
+    call = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:3<|tool_call_argument_begin|>"
+        "{}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    found = KIMI.read("<think>I look." + call, opened=False)
+    assert (found.reasoning, found.content) == ("I look.", "")
+    assert found.calls == (("functions.a.b:3", "a.b", {}),)
+    drafted = KIMI.read(f"<think>I might {call}</think>No.", opened=False)
+    assert (drafted.reasoning, drafted.content, drafted.calls) == (f"I might {call}", "No.", ())
+    broken = call.replace("{}", '{"a"')
+    assert KIMI.read(broken, opened=False).content == broken
 
 
 def test_types_of_arguments_follow_the_schema():

@@ -31,6 +31,8 @@ TYPES = {
     "nemotron/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron_h",
     "nemotron/trl_nemotron_3_ultra": "nemotron_h",
     "kimi/Kimi-K2-Instruct": "kimi_k2",
+    "kimi/Kimi-K2-Thinking": "kimi_k2",
+    "kimi/moonshotai-Kimi-K2": "kimi_k2",
     "minimax/MiniMax-M2": "minimax_m2",
     "deepseek/trl_deepseekv3": "deepseek_v3",
     "deepseek/deepseek-ai-DeepSeek-V3.1": "deepseek_v3",
