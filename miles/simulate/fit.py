@@ -7,6 +7,7 @@ changes; the rest is as it was given.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from miles.simulate.sweep import Case
 __all__ = ["Fitted", "direct", "fit", "fit_command", "minimize"]
 
 _SEEDS = 2  # simulations of a setting whose steps are put together
-_EVALUATIONS = 60
+_EVALUATIONS = 80  # of the search, after a grid
 
 
 def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
@@ -52,7 +53,23 @@ def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
     )
     alone, beside = _apart(runs, "time/publish_s")
     publish = replace(keys.publish, fixed_s=alone, busy_s=max(0.0, beside - alone), bytes=0.0)
-    return replace(keys, environment=environment, publish=publish, trainer=_trainer(runs, keys))
+    engine = keys.engine if many else replace(keys.engine, request_s=_latency(runs, keys))
+    return replace(
+        keys, environment=environment, publish=publish, engine=engine, trainer=_trainer(runs, keys)
+    )
+
+
+def _latency(runs: Sequence[Recorded], keys: Keys) -> float:
+    """Seconds around a request for which it is not in the engine: in a synchronous step of single
+    turns, engines that have nothing to do wait for the trainer, or for that."""
+    left = [
+        s["engine/idle_s"] - s["time/train_s"] - s["time/publish_s"] - s["time/overhead_s"]
+        for r in runs
+        if r.synchronous
+        for s in r.steps
+        if "engine/idle_s" in s
+    ]
+    return max(0.0, median(left)) if left else keys.engine.request_s
 
 
 def of_mean(what: Distribution, wanted: float) -> Distribution:
@@ -137,7 +154,7 @@ def fit(runs: Sequence[Recorded], keys: Keys, play: Play) -> Fitted:
     and for each request, and (with runs of both kinds) how much the trainer slows engines down."""
     base = direct(runs, keys)
     both = len({r.synchronous for r in runs}) == 2
-    guess = [_forward(runs, base), 0.1, 0.8][: 3 if both else 2]
+    guess = _forward(runs, base)
 
     def made(point: Sequence[float]) -> Keys:
         forward, each = math.exp(point[0]), math.exp(point[0]) * math.exp(point[1])
@@ -157,9 +174,16 @@ def fit(runs: Sequence[Recorded], keys: Keys, play: Play) -> Fitted:
             total += ((wait - run.get("time/wait_s")) / whole) ** 2
         return total
 
-    start = [math.log(guess[0]), math.log(guess[1]), *(math.log(g / (1 - g)) for g in guess[2:])]
-    best, tried = minimize(cost, start, evaluations=_EVALUATIONS)
-    return Fitted(keys=made(best), evaluations=tried)
+    # The cost has several valleys, as medians move in steps: the best of a coarse grid comes first.
+    axes = [
+        [math.log(guess * by) for by in (0.5, 0.75, 1.0, 1.4)],
+        [math.log(share) for share in (0.001, 0.1, 0.4)],
+        [math.log(share / (1 - share)) for share in (0.6, 0.8, 0.95)],
+    ]
+    grid = [list(point) for point in itertools.product(*axes[: 3 if both else 2])]
+    costs = [cost(point) for point in grid]
+    best, tried = minimize(cost, grid[costs.index(min(costs))], evaluations=_EVALUATIONS)
+    return Fitted(keys=made(best), evaluations=tried + len(grid))
 
 
 def _forward(runs: Sequence[Recorded], keys: Keys) -> float:
@@ -192,7 +216,7 @@ def minimize(
     """The best point that Nelder and Mead's simplex finds, and how many it tried."""
     points = [(cost(start), list(start))]
     for axis in range(len(start)):
-        moved = [v + (0.7 if i == axis else 0.0) for i, v in enumerate(start)]
+        moved = [v + (0.3 if i == axis else 0.0) for i, v in enumerate(start)]
         points.append((cost(moved), moved))
     tried = len(points)
     while tried < evaluations and _width(points) > 0.01:
@@ -284,6 +308,7 @@ def changed(keys: Keys) -> list[tuple[str, float]]:
         ("engine.forward_s", engine.forward_s),
         ("engine.sequence_s", engine.sequence_s),
         ("engine.trainer_share", engine.trainer_share),
+        ("engine.request_s", engine.request_s),
         ("trainer.step_s", trainer.step_s),
         ("trainer.tokens_per_gpu_s", trainer.tokens_per_gpu_s),
         ("trainer.probe_s", trainer.probe_s),
