@@ -13,8 +13,12 @@ from typing import Any, ClassVar, Literal
 
 from miles import ConfigError, Context, Decoder
 from miles_plugins.model import headers
+from miles_plugins.model.templates import Signs, template_of
 
 __all__ = ["Dense"]
+
+_BYTES = Signs(tito="bytes", has=("macro listed(tools)", "'Tools:'", "<|im_start|>"))
+"""The template that handler writes beside a random model."""
 
 
 class Dense:
@@ -70,8 +74,13 @@ class Dense:
 
     @classmethod
     def choose_tito(cls, config: Mapping[str, Any]) -> str:
-        """A random model has no tokenizer, so it speaks bytes."""
-        return "bytes" if config.get("init") == "random" else cls.tito
+        """A random model has no tokenizer, so it speaks bytes; so does a checkpoint of one that was
+        trained, which its chat template tells."""
+        if config.get("init") == "random":
+            return _BYTES.tito
+        path = str(config.get("path") or "")
+        own = template_of(Path(path).expanduser()) if path else ""
+        return _BYTES.tito if _BYTES.fit(own) else cls.tito
 
     @classmethod
     def check(cls, config: Config, planned: Any) -> list[str]:

@@ -391,13 +391,13 @@ def test_family_by_template_refuses_what_is_not_its_own(tmp_path, name):
         handler(family, other)
     mixed = tmp_path / "mixed"
     bytes_checkpoint(mixed, family, "qwen3/Qwen-Qwen3-0.6B")
-    with pytest.raises(ConfigError, match="ends a turn with|has no stop token|no tool calls of"):
+    with pytest.raises(ConfigError, match=r"ends a turn with|has no stop token|no tool calls of"):
         handler(family, mixed)
     own = bytes_checkpoint(tmp_path / "own", family, name)
     with pytest.raises(ConfigError, match=rf"tito {family.name}: arguments colour are fixed by"):
         handler(family, own, arguments={"colour": 1})
+    built = handler(family, own)
+    stored = np.concatenate([built.render([user("x")]), built.demonstrate("y")])
+    said = {"role": "assistant", "content": "y"}
     with pytest.raises(EpisodeError, match="message 0 has role 'assistant'; after an assistant"):
-        built = handler(family, own)
-        stored = np.concatenate([built.render([user("x")]), built.demonstrate("y")])
-        history = [user("x"), {"role": "assistant", "content": "y"}]
-        built.extend(stored, history, [{"role": "assistant", "content": "z"}])
+        built.extend(stored, [user("x"), said], [said])

@@ -17,6 +17,7 @@ from miles.plugins import Registry
 from miles.testing.tito_grid import verify
 from miles.testing.tito_live import verify_live
 from miles.testing.tito_verify import detect, find, report
+from miles_plugins.tito.bytes import Bytes
 from miles_plugins.tito.families import Glm4, Qwen3, Qwen35
 from miles_plugins.tito.surrogate import MARK
 from tests.plugins.tito.checkpoints import PUBLISHED, bytes_checkpoint, handler
@@ -94,6 +95,15 @@ def test_checkpoint_without_a_template_is_given_the_family_of_its_type(
 
     directory = bytes_checkpoint(tmp_path, getattr(families, family), model_type=kind)
     assert detect(registry, directory)[0] == name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_checkpoint_of_a_byte_model_is_given_bytes(registry, tmp_path, kind):
+    Bytes(Bytes.Config(), Context(directory=tmp_path)).save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    chosen, why = detect(registry, tmp_path)
+    assert (chosen, why.startswith("warning")) == ("bytes", False)
+    assert find(tmp_path, registry=registry).handler.vocab_size == 259
 
 
 def test_unknown_type_says_how_to_choose(registry, tmp_path):
