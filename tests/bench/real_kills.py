@@ -5,10 +5,9 @@
 
 Attempts are played by an agent over the session server's HTTP (`served_turns.py`); the model is
 tiny. Every kill hits the driver, the trainer, the engine worker or the rollout worker (which holds
-the session server) of a run: one of four while it starts, the others at a moment drawn from the
-time that the steps of an undisturbed run take. A run that ends is resumed, one that is killed
-before its first checkpoint begun again; a run that reached its last step is audited, and another
-takes its place until all kills are done.
+the session server) of a run, while it starts or somewhere in the steps that are left to it. A run
+that ends is resumed, one that is killed before its first checkpoint begun again; a run that
+reached its last step is audited, and another takes its place until all kills are done.
 
 Exits 0 exactly when, along the lineage of the surviving weights of every run: every group that
 was started has one fate; every step has its groups, the same by the ledger as by a plugin that
@@ -41,6 +40,8 @@ from miles.ledger import fates
 TARGETS = ("driver", "trainer", "engine", "rollout")
 PLUGIN = Path(__file__).with_name("served_turns.py")
 GROUPS = 2
+EARLY = 0.25
+"""Share of a run's starts during which it is killed."""
 LIMIT_S = 240.0
 """Seconds for anything that has to happen."""
 
@@ -81,16 +82,21 @@ class Life:
         self.process: subprocess.Popen[str] | None = None
         self.workers: dict[str, int] = {}
         self.stepped = 0
-        """Steps there were when the process was started."""
+        """Lines of `taken` there were when the process was started."""
+        self.resumed: set[int] = set()
+        """Steps of the checkpoints that it was resumed from: what a step tells plugins comes after
+        its checkpoint, so that these may not have been told."""
 
     def start(self, seen: Seen) -> None:
         """Begin, or go on from the newest checkpoint."""
         words = self.words
-        if list(find(self.directory / "checkpoints")):
+        if found := find(self.directory / "checkpoints"):
             words = [f"resume='{self.directory}'"]
+            self.resumed.add(int(found[-1].name.partition("_")[2]))
             seen.resumes += 1
         elif self.directory.exists():
             shutil.rmtree(self.directory)
+            self.resumed.clear()
             seen.again += 1
         command = [str(Path(sys.executable).parent / "miles"), "run", *words]
         self.stepped = len(self.taken())
@@ -140,7 +146,7 @@ class Life:
 
     def digest(self) -> str:
         """Of the last checkpoint's weights and optimizer."""
-        last = list(find(self.directory / "checkpoints"))[-1]
+        last = find(self.directory / "checkpoints")[-1]
         found = hashlib.sha256()
         for path in sorted(p for part in ("model", "trainer") for p in (last / part).rglob("*")):
             if path.is_file():
@@ -164,14 +170,29 @@ def children(driver: int) -> dict[str, int]:
     return found
 
 
-def kill(life: Life, target: str, moment: float, seen: Seen, *, early: bool) -> None:
-    """Kill `target` so many seconds from now, or as soon as it is there, `early` also while the run
-    starts; see what comes of it."""
+def await_moment(life: Life, rng: random.Random, starts: float, *, early: bool) -> int | None:
+    """Wait while the run starts, or until it has taken some of the steps that are left and a little
+    more; the exit code, if it ends before."""
+    if early:
+        return life.wait(rng.uniform(0, starts))
+    first = len(life.taken())
+    if first == life.stepped:
+        left = life.steps - max(life.resumed, default=0)
+    else:
+        left = life.steps - life.taken()[-1][0]
+    wanted = first + rng.randint(1, max(1, left - 1))
+    while len(life.taken()) < wanted:
+        if (code := life.wait(0.02)) is not None:
+            return code
+    return life.wait(rng.uniform(0, 0.5))
+
+
+def kill(life: Life, target: str, rng: random.Random, starts: float, seen: Seen) -> None:
+    """Kill `target` at a random moment; see what comes of it."""
+    early = life.process is None and rng.random() < EARLY
     if life.process is None:
         life.start(seen)
-    while not early and len(life.taken()) == life.stepped and life.wait(0.05) is None:
-        pass
-    if (code := life.wait(moment)) is not None:
+    if (code := await_moment(life, rng, starts, early=early)) is not None:
         if code:
             said = life.end()
             seen.faults.append(f"{life.directory.name}: ended though nobody killed it:\n{said}")
@@ -245,13 +266,17 @@ def audit(life: Life, seen: Seen, wanted: str) -> None:
     if lost := sorted(set(range(started)) - set(found)):
         seen.faults.append(f"{name}: groups lost: {lost}")
     watched: dict[int, list[int]] = dict(life.taken())  # the last time that each step was taken
-    if sorted(watched) != list(range(1, life.steps + 1)):
-        seen.faults.append(f"{name}: steps taken: {sorted(watched)}")
+    untold = set(range(1, life.steps + 1)) - set(watched)
+    if not untold <= life.resumed or max(watched) > life.steps:
+        seen.faults.append(f"{name}: steps not taken: {sorted(untold - life.resumed)}")
     if odd := [step for step, groups in watched.items() if len(groups) != GROUPS]:
         seen.faults.append(f"{name}: steps of another size: {odd}")
-    trained = sorted(g for g, fate in found.items() if fate == ["trained"])
-    if trained != sorted(g for groups in watched.values() for g in groups):
+    trained = {g for g, fate in found.items() if fate == ["trained"]}
+    told = [g for groups in watched.values() for g in groups]
+    if not set(told) <= trained or len(told) + GROUPS * len(untold) != len(trained):
         seen.faults.append(f"{name}: the ledger and the plugin tell of other trained groups")
+    if len(trained) != GROUPS * life.steps:
+        seen.faults.append(f"{name}: {len(trained)} groups trained in {life.steps} steps")
     seen.groups.update(fate[0] for fate in found.values())
     seen.rolled_back += sum("rolled_back" in line for line in lines)
     seen.runs += 1
@@ -282,17 +307,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             pass
         starts = time.monotonic() - began
         finish(calm, Seen())
-        steps = time.monotonic() - began - starts
         audit(calm, seen, "")
         wanted = "" if args.max_lag else calm.digest()
         life = Life(where, "run-0", args)
         try:
             while (done := seen.kills.total()) < args.kills and not seen.faults:
                 target = TARGETS[done % 4] if args.each else rng.choice(TARGETS)
-                early = not args.each and rng.random() < 0.25
-                kill(life, target, rng.uniform(0, starts if early else steps), seen, early=early)
-                print(f"{time.monotonic() - began:6.0f} s  {target}", file=sys.stderr, flush=True)
-                if len(set(dict(life.taken()))) == args.steps:
+                kill(life, target, rng, starts, seen)
+                what = target if seen.kills.total() > done else f"{life.directory.name} ended"
+                print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
+                if life.wait(0) == 0:
                     finish(life, seen)
                     audit(life, seen, wanted)
                     life = Life(where, f"run-{seen.runs}", args)
