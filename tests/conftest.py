@@ -16,14 +16,26 @@ import pytest
 hypothesis.settings.register_profile("busy", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("busy")
 
-ASKED_FOR = ("slow", "bench")
+ASKED_FOR = ("slow", "bench", "sglang")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow and bench tests unless `-m` chooses, or they are named one by one."""
+    """Leave out tests of these marks unless `-m` chooses, or they are named one by one."""
     if config.getoption("markexpr") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in ASKED_FOR)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter of an environment with SGLang."""
+    found = os.environ.get("MILES_TEST_SGLANG", "")
+    if not found:
+        pytest.skip(
+            "MILES_TEST_SGLANG names no interpreter with SGLang; tests/sglang_cpu/install.sh makes "
+            "an environment"
+        )
+    return found
