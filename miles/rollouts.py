@@ -112,9 +112,10 @@ class Rollouts:
             self.max_len = max_len
 
     async def rewire(self, engines: Sequence[Sequence[Any]]) -> None:
-        """Dial those again whose connection has ended; arguments as of `connect`."""
+        """Dial those again whose connection has ended, or that are elsewhere now (a host that
+        vanished does not end connections); arguments as of `connect`."""
         for peer, (_, host, port, token) in zip(self._peers, engines, strict=True):
-            if peer.lost:
+            if peer.lost or peer.address != (host, port):
                 await peer.redial((host, port), token, _DIAL_S)
 
     async def published(self, version: int) -> None:
