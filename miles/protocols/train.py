@@ -61,11 +61,10 @@ class Engine(Protocol):
     Hugging Face directory, which an evaluation fleet needs; `digests()`, by Hugging Face name
     `miles.learn.digest.contents` of the tensors that it serves, which transports compare; and
     `updating(version)`, of an engine whose own server takes weights on SGLang's routes: an async
-    context manager, paused inside, that gives `post(path, body) -> reply` (raising
-    `WeightSyncError` for a refusal), `checksums() -> {tensor: checksum}`, `ranks`, how many tensor
-    parallel ranks the server has, and `sessions`, whether it wants updates between
-    `/begin_weight_update` and `/end_weight_update`. Left without an error it serves `version`;
-    otherwise it stays stopped.
+    context manager, paused inside, that gives a channel: `post(path, body) -> reply`, raising
+    `WeightSyncError` for a refusal, `end()` after the last write, `checksums() -> {tensor:
+    checksum}`, and `ranks`, how many tensor-parallel ranks the server has. Left without an error it
+    serves `version`; otherwise the old one, or nothing any more.
     """
 
     samples: ClassVar[bool]

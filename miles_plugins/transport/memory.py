@@ -21,13 +21,12 @@ from miles import (
     MilesError,
     Receipt,
     Trainer,
-    WeightSyncError,
 )
+from miles_plugins.transport.calling import CLEANUP_S, Verifying, everywhere, quietly
 
 __all__ = ["Memory"]
 
 _log = logging.getLogger(__name__)
-_CLEANUP_S = 10.0  # a worker that hangs must not hold up the fault that is being raised
 
 
 class Memory:
@@ -50,14 +49,22 @@ class Memory:
         directory: str = "/dev/shm"
         """Where buckets lie; when it is missing or full, the run's directory is used, with a
         warning."""
+        verify_every: int = 20
+        """Publishes from one comparison of what engines serve to the next; the first one, and one
+        to an engine that was started again, always are compared. What arrives always is."""
 
     def __init__(self, config: Config, context: Context) -> None:
         if config.bucket_bytes < 1:
             raise ConfigError(
                 f"transport memory: bucket_bytes is {config.bucket_bytes}; it must be at least 1"
             )
+        if config.verify_every < 1:
+            raise ConfigError(
+                f"transport memory: verify_every is {config.verify_every}; it must be at least 1"
+            )
         self.config = config
         self.context = context
+        self._verifying = Verifying(config.verify_every)
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""
@@ -87,20 +94,23 @@ class Memory:
         if not engines:
             return Receipt(version=version, digest="", bytes=0, seconds=0.0)
         _one_machine(trainer, engines)
+        compare = self._verifying.due(engines)
         try:
             digest, size = await self._stage(trainer, engines)
-            await _everywhere(engines, "receiver.load", version, digest)
+            await everywhere(engines, "memory", "receiver.load", version, digest, compare)
         except (MilesError, asyncio.CancelledError):
-            calls = [trainer.call_all("sender.close", timeout=_CLEANUP_S)]
-            calls += [e.call_all("receiver.discard", timeout=_CLEANUP_S) for e in engines]
-            await _quietly(calls)
+            self._verifying.failed()
+            calls = [trainer.call_all("sender.close", timeout=CLEANUP_S)]
+            calls += [e.call_all("receiver.discard", timeout=CLEANUP_S) for e in engines]
+            await quietly(calls)
             raise
+        self._verifying.published(engines)
         seconds = time.perf_counter() - began
         return Receipt(version=version, digest=digest, bytes=size, seconds=seconds)
 
     async def _stage(self, trainer: Handle, engines: Sequence[Handle]) -> tuple[str, int]:
         """Fill and copy buckets until the stream ends; its digest and size in bytes."""
-        copying: asyncio.Task[None] | None = None
+        copying: asyncio.Task[Any] | None = None
         slot, size, first = 0, 0, True
         try:
             while True:
@@ -110,7 +120,9 @@ class Memory:
                 size += sum(entry["bytes"] for entry in bucket["tensors"])
                 if copying is not None:  # one at a time and in order, as the digest is
                     await copying
-                copying = asyncio.create_task(_everywhere(engines, "receiver.stage", bucket, first))
+                copying = asyncio.create_task(
+                    everywhere(engines, "memory", "receiver.stage", bucket, first)
+                )
                 if bucket["digest"]:
                     await copying
                     return bucket["digest"], size
@@ -129,30 +141,3 @@ def _one_machine(trainer: Handle, engines: Sequence[Handle]) -> None:
             f"transport memory: {found}: machines share no memory; take a transport that goes "
             "through files or the network (`miles plugins list --kind transport`)"
         )
-
-
-async def _everywhere(engines: Sequence[Handle], target: str, *args: Any) -> None:
-    """Call every rank of every engine; all are waited for before the first fault is raised."""
-    answers = await asyncio.gather(
-        *(engine.call_all(target, *args) for engine in engines), return_exceptions=True
-    )
-    faults = [
-        (engine.name, answer)
-        for engine, answer in zip(engines, answers, strict=True)
-        if isinstance(answer, BaseException)
-    ]
-    if not faults:
-        return
-    for _, fault in faults:
-        if not isinstance(fault, MilesError):
-            raise fault
-    said = "; ".join(f"{name}: {fault}" for name, fault in faults)
-    raise WeightSyncError(f"transport memory: {target} failed: {said}") from faults[0][1]
-
-
-async def _quietly(calls: Sequence[Any]) -> None:
-    """Clean up after a fault that is already being raised; a worker that is gone has nothing to
-    clean."""
-    for answer in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(answer, BaseException):
-            _log.info("while cleaning up after a failed publish: %s", answer)

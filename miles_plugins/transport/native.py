@@ -32,7 +32,6 @@ class Native:
         self._name = name
         self._around: AbstractAsyncContextManager[Any] | None = None
         self._channel: Any = None
-        self._open = False  # a weight-update session, of versions that have those
         self.ranks = 1
         """Tensor-parallel ranks of the server."""
 
@@ -42,9 +41,6 @@ class Native:
         around = self._engine.updating(version)
         self._channel = await around.__aenter__()
         self._around = around
-        if self._channel.sessions:
-            await self.post("/begin_weight_update", {})
-            self._open = True
         self.ranks = int(self._channel.ranks)
         return self.ranks
 
@@ -60,9 +56,9 @@ class Native:
     async def finish(self, *, compare: bool) -> dict[str, str]:
         """The last bucket was taken; the server's checksums when they are to be compared. It stays
         stopped until `go_on`."""
-        if self._open:
-            self._open = False
-            await self.post("/end_weight_update", {})
+        if self._channel is None:
+            raise WeightSyncError(f"transport {self._name}: no update began")
+        await self._channel.end()
         return await self._checksums() if compare else {}
 
     async def _checksums(self) -> dict[str, str]:
@@ -111,23 +107,17 @@ class Native:
             _log.info("transport %s: while leaving %s: %s", self._name, group, error)
 
     async def give_up(self) -> None:
-        """Leave the server stopped: what it holds may be of two versions."""
+        """End an update half way: what the server holds may be of two versions, and then the engine
+        serves nothing any more."""
         around, self._around = self._around, None
         if around is None:
             return
+        self._channel = None
         fault = WeightSyncError(f"transport {self._name}: an update was given up half way")
         try:
-            if self._open:
-                await self._channel.post("/end_weight_update", {})
-        except MilesError as error:
-            _log.info("transport %s: while giving up: %s", self._name, error)
-        finally:
-            self._open, self._channel = False, None
-            try:
-                await around.__aexit__(type(fault), fault, None)
-            except WeightSyncError as raised:
-                if raised is not fault:
-                    raise
+            await around.__aexit__(type(fault), fault, None)
+        except MilesError as error:  # that one, or what the engine makes of it
+            _log.info("%s", error)
 
 
 def handed_over(flat: torch.Tensor, entries: Sequence[Mapping[str, Any]]) -> str:

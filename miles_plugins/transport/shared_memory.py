@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import mmap
 import os
 import tempfile
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 
 from miles import Engine, Trainer, WeightSyncError
+from miles.learn.digest import Whole, contents
+from miles_plugins.transport.serving import Serving
 
 __all__ = ["MemoryReceiver", "MemorySender"]
 
@@ -48,7 +49,7 @@ class MemorySender:
         """Write the next tensors of the stream into bucket `slot`; `first` begins a new stream.
 
         Returns `path`; `tensors`, each with `name`, `dtype`, `shape`, `offset`, `bytes` and
-        `digest`; `digest` of the whole stream, empty until its last bucket; `notice` for a person,
+        `content`; `digest` of the whole stream, empty until its last bucket; `notice` for a person,
         or empty. Only rank 0's answer says anything. Raises `WeightSyncError` when there is no room
         anywhere.
         """
@@ -107,9 +108,10 @@ class MemorySender:
             "offset": offset,
             "bytes": tensor.nbytes,
         }
+        written = tensor
         if tensor.nbytes:
-            _view(bucket.memory, entry).copy_(tensor)
-        entry["digest"] = self._digest.add(entry, bucket.memory)
+            written = _view(bucket.memory, entry).copy_(tensor)
+        entry["content"] = self._digest.add(entry, written)
         return entry
 
     def _bucket(self, slot: int, size: int) -> tuple[_Bucket, str]:
@@ -137,8 +139,9 @@ class MemoryReceiver:
     switch."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._serving = Serving(engine, "memory")
         self._staged: dict[str, torch.Tensor] = {}
+        self._entries: list[Mapping[str, Any]] = []
         self._digest = _Digest()
 
     async def stage(self, bucket: Mapping[str, Any], first: bool) -> None:
@@ -155,28 +158,28 @@ class MemoryReceiver:
         else:
             await asyncio.to_thread(self._copy, bucket)
 
-    async def load(self, version: int, digest: str) -> None:
-        """Serve what was staged as `version`. Raises `WeightSyncError` when the stream is not the
-        sender's."""
+    async def load(self, version: int, digest: str, compare: bool) -> None:
+        """Serve what was staged as `version`; with `compare`, what the engine then serves is
+        compared before it goes on. Raises `WeightSyncError` when the stream is not the sender's."""
         found = self._digest.end()
-        staged, self._staged = self._staged, {}
-        self._digest = _Digest()
+        staged, entries = self._staged, self._entries
+        self.discard()
         if found != digest:
             raise WeightSyncError(
                 f"transport memory: version {version}: {len(staged)} tensors arrived with digest "
                 f"{found}, {digest} was sent: one is missing, or they came in another order"
             )
-        await self._engine.load(version, _drain(staged))
+        await self._serving.load(version, entries, tensors=lambda: _drain(staged), compare=compare)
 
     def discard(self) -> None:
         """Drop what was staged."""
-        self._staged = {}
+        self._staged, self._entries = {}, []
         self._digest = _Digest()
 
     def _copy(self, bucket: Mapping[str, Any]) -> None:
         tensors = bucket["tensors"]
         # Held here, so that a copy that outlives a discarded stream cannot touch the next one.
-        staged, digest = self._staged, self._digest
+        staged, entries, digest = self._staged, self._entries, self._digest
         size = max(entry["offset"] + entry["bytes"] for entry in tensors)
         memory = _open(bucket["path"], size) if size else None
         differ = []
@@ -186,9 +189,10 @@ class MemoryReceiver:
                 tensor.copy_(_view(memory, entry))
             # The copy is hashed, not the shared bytes: what is proven is what the engine will be
             # given.
-            if digest.add(entry, _bytes(tensor)) != entry["digest"]:
+            if digest.add(entry, tensor) != entry["content"]:
                 differ.append(entry["name"])
             staged[entry["name"]] = tensor
+            entries.append(entry)
         if differ:
             raise WeightSyncError(
                 f"transport memory: {len(differ)} tensors differ from what the trainer sent: "
@@ -241,12 +245,6 @@ def _view(memory: mmap.mmap, entry: Mapping[str, Any]) -> torch.Tensor:
     return flat.view(entry["shape"])
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
-    if not tensor.nbytes:
-        return b""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
 def _drain(staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand tensors on and let go of each, so that a large model is not held twice for longer than
     needed."""
@@ -255,26 +253,17 @@ def _drain(staged: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]
 
 
 class _Digest:
-    """BLAKE2b of every tensor's name, type, shape and bytes, and of those digests in order."""
+    """The content of every tensor as it is added, and that of all of them in order."""
 
     def __init__(self) -> None:
-        self._whole = hashlib.blake2b(digest_size=16)
+        self._whole = Whole()
 
-    def add(self, entry: Mapping[str, Any], memory: Any) -> str:
-        """Digest of one tensor, counted into the whole. `memory` holds its bytes: a map from which
-        `offset` and `bytes` cut them, or exactly them."""
-        one = hashlib.blake2b(digest_size=16)
-        shape = ",".join(map(str, entry["shape"]))
-        one.update(f"{entry['name']}\0{entry['dtype']}\0{shape}\0".encode())
-        if isinstance(memory, mmap.mmap):
-            start = entry["offset"]
-            with memoryview(memory) as whole, whole[start : start + entry["bytes"]] as part:
-                one.update(part)
-        else:
-            one.update(memory)
-        self._whole.update(one.digest())
-        return one.hexdigest()
+    def add(self, entry: Mapping[str, Any], tensor: torch.Tensor) -> str:
+        """Digest of one tensor, counted into the whole."""
+        content = contents([tensor])[0]
+        self._whole.add(entry["name"], entry["dtype"], entry["shape"], content)
+        return content
 
     def end(self) -> str:
         """Digest of everything added."""
-        return self._whole.hexdigest()
+        return self._whole.end()

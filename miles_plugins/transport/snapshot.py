@@ -144,7 +144,8 @@ class Writer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take one more tensor; the copy that was made of it. Raises `WeightSyncError` when an earlier file failed."""
+        """Take one more tensor; the copy that was made of it. Raises `WeightSyncError` when an
+        earlier file failed."""
         if self._held and tensor.nbytes > self._room:
             self._flush()
         content = contents([tensor])[0]

@@ -80,7 +80,7 @@ class Sides:
 
 
 def test_publish_that_is_given_up_does_not_wait_for_a_worker_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("miles_plugins.transport.memory._CLEANUP_S", 0.05)
+    monkeypatch.setattr("miles_plugins.transport.memory.CLEANUP_S", 0.05)
 
     class Hung(FakeHandle):
         async def call_all(self, target, *args, timeout=None, **kwargs):
@@ -179,6 +179,15 @@ def test_no_engine_is_nothing_to_move(tmp_path):
     sides = Sides(tmp_path, _tensors(), engines=0)
     receipt = sides.publish(3)
     assert (receipt.version, receipt.digest, receipt.bytes) == (3, "", 0)
+
+
+def test_workers_of_several_machines_are_refused_by_name(tmp_path):
+    sides = Sides(tmp_path, _tensors())
+    sides.trainer.machines, sides.handles[0].machines = ["one/1f", "one/1f"], ["two/2e"]
+    found = f"{sides.trainer.name} on one/1f; {sides.handles[0].name} on two/2e"
+    with pytest.raises(ConfigError, match=f"transport memory: {found}: machines share no memory"):
+        sides.publish()
+    assert sides.trainer.calls == []
 
 
 def test_damaged_bytes_are_named_and_change_nothing(tmp_path):
