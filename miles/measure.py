@@ -213,9 +213,12 @@ class Measure:
         new = {k: max(0.0, now[k] - before.get(k, 0.0)) for k in now}
         self._health_before = now
         busy = new.get("busy_s", 0.0) / now.get("engines", 1)
+        drafted = new.get("drafted", 0.0)  # by engines that decode speculatively
+        accepted = {"engine/accept_rate": new.get("accepted", 0.0) / drafted} if drafted else {}
         return {
             "engine/idle_s": max(0.0, seconds - busy),
             "engine/tokens_per_s": new.get("tokens", 0.0) / seconds if seconds else 0.0,
+            **accepted,
         }
 
 

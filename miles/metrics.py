@@ -243,6 +243,11 @@ METRICS: tuple[Metric, ...] = _rows(
         "tokens per second",
         "Tokens sampled by all engines per second of wall-clock.",
     ),
+    (
+        "engine/accept_rate",
+        "share",
+        "Drafted tokens that were accepted, of engines that decode speculatively.",
+    ),
     ("router/prefix_hit_rate", "share", "Prompt tokens served from a prefix cache, 0 to 1."),
     ("router/active/<engine>", "requests", "Requests in flight on that engine now."),
     ("router/keys", "keys", "Routing keys bound to an engine now."),

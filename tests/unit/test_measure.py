@@ -313,3 +313,12 @@ def test_measure_counts_waiting_for_an_evaluation_apart() -> None:
     got = stepped(measure, buffer, asyncio.run(main()), 1)
     assert got["time/eval_wait_s"] >= 0.04 and 0 <= got["time/wait_s"] < 0.04
     assert got["eval/lag_steps"] == 3
+
+
+def test_measure_says_how_many_drafted_tokens_were_accepted() -> None:
+    measure = Measure()
+    measure.engine_health(
+        {"engines": 1, "busy_s": 1.0, "tokens": 8, "drafted": 12.0, "accepted": 9.0}
+    )
+    assert measure._engine(10.0)["engine/accept_rate"] == 0.75
+    assert "engine/accept_rate" not in measure._engine(10.0)  # nothing was drafted since

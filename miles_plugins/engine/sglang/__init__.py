@@ -322,7 +322,7 @@ class Sglang:
             finally:
                 self._watch.busy = False
                 self._watch.alive_at = monotonic()
-                asking.open()
+                asking.open(self._watch.broken)
 
     async def _update(self, version: int, directory: Path, how: str) -> None:
         mode = "abort" if how == "cut" else how

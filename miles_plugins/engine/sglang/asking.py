@@ -39,6 +39,7 @@ class Asking:
         self._open = asyncio.Event()
         self._open.set()
         self._began = 0.0
+        self._broken = ""
         self.running: dict[str, str] = {}
         """Id on the server to routing key."""
         self.newest = -1
@@ -124,8 +125,9 @@ class Asking:
         if cut:
             self._cut.update(self.running)
 
-    def open(self) -> None:
-        """Let requests go on."""
+    def open(self, broken: str = "") -> None:
+        """Let requests go on; or end them, when the server is of no use any more."""
+        self._broken = broken
         self._open.set()
 
     async def _admitted(self) -> int:
@@ -137,6 +139,8 @@ class Asking:
             raise EngineError(
                 f"engine sglang: new weights took longer than {self._timeout_s:g} s (timeout_s)"
             ) from None
+        if self._broken:
+            raise EngineError(f"engine sglang: it cannot be used: {self._broken}")
         return self.newest
 
     def _salt(self) -> str:

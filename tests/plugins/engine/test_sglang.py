@@ -342,9 +342,13 @@ def test_sglang_refuses_a_directory_before_anything_changes(play, checkpoint, tm
 def test_sglang_failed_update_leaves_an_engine_that_says_so(play, checkpoint):
     async def check(client, server):
         await client.load_directory(1, checkpoint)
+        task = asyncio.create_task(client.generate(_request(1000)))
+        await _running(server, 1)
         server.update_fault = "CUDA out of memory"
         with pytest.raises(WeightSyncError, match="CUDA out of memory"):
             await client.load_directory(2, checkpoint)
+        with pytest.raises(EngineError, match="cannot be used"):
+            await task  # it was cut, and there is nothing to go on with
         for call in (client.version(), client.health(), client.generate(_request())):
             with pytest.raises(EngineError, match=r"cannot be used: .*CUDA out of memory"):
                 await call
