@@ -61,6 +61,15 @@ class RemoteTrainer:
     async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         await self._all("trainer.load", str(directory), weights_only=weights_only)
 
+    async def free(self, within_s: float) -> bool:
+        """Whether every rank does something that is asked within so many seconds, rather than hang
+        or still be at work on what was given up."""
+        try:
+            await self.handle.call_all("precision.fingerprint", timeout=within_s)
+        except WorkerError:
+            return False
+        return True
+
     async def sleep(self) -> None:
         await self._all("trainer.sleep")
 

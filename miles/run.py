@@ -259,6 +259,9 @@ class _Run:
         if not stage.trainer.certain:
             log.warning("no last checkpoint: a trainer step was lost, so its weights are unknown")
             return
+        if not await stage.trainer.free(stage.settings.silent_after_s):
+            log.warning("no last checkpoint: the trainer does not answer")
+            return
         try:
             stage.buffer.stop()
             await stage.finish()

@@ -111,6 +111,18 @@ def test_remote_trainer_names_the_key_of_a_step_that_took_too_long() -> None:
     assert "step_timeout_s is 0.01" in found.value.detail and not remote.certain
 
 
+def test_remote_trainer_that_is_at_work_or_gone_is_not_free() -> None:
+    class Precision:
+        def fingerprint(self) -> str:
+            return "fp32"
+
+    handle = Timed("trainer", {"precision": Precision()})
+    remote = RemoteTrainer(handle, timeout_s=5)
+    assert asyncio.run(remote.free(3)) and handle.limits == {"precision.fingerprint": 3}
+    handle.dead = True
+    assert not asyncio.run(remote.free(3))
+
+
 def test_remote_calls_have_a_limit_except_a_generation() -> None:
     """How long a completion may take is its session's or router's matter."""
     handle = Timed("engine", {"engine": CachingEngine(), "trainer": Trainer(0)})
