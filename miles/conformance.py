@@ -11,9 +11,9 @@ from typing import Any
 
 from miles import schema
 from miles.errors import ContractError
-from miles.protocols import KINDS
+from miles.protocols import KINDS, Spec
 
-__all__ = ["RESERVED", "check_class", "component_faults"]
+__all__ = ["RESERVED", "carried", "check_class", "component_faults"]
 
 RESERVED = "name"
 """The key by which a node names its component; no `Config` may have a field of that name."""
@@ -48,6 +48,30 @@ def check_class(kind: str, name: str, component: Any) -> None:
         raise ContractError(
             f"{where}: {component.__qualname__} cannot be built as Class(config, context)"
         )
+
+
+def carried(planned: Any, registry: Any) -> list[str]:
+    """Whether a stage's transport brings weights in a way in which its engine takes them.
+
+    The ways are `tensors` (`Engine.load`), `directory` (`load_directory`) and `native`
+    (`updating`); a transport may name those it `brings`, by default the first, and an engine those
+    it `takes`, by default those it has methods for.
+    """
+    specs = [planned.specs.get(kind) for kind in ("transport", "engine")]
+    if not planned.samples or not all(isinstance(spec, Spec) for spec in specs):
+        return []
+    transport, engine = (registry.component(spec.kind, spec.name) for spec in specs)
+    brings = getattr(transport, "brings", ("tensors",))
+    has = {"tensors": "load", "directory": "load_directory", "native": "updating"}
+    takes = getattr(
+        engine, "takes", [way for way, method in has.items() if hasattr(engine, method)]
+    )
+    if set(brings) & set(takes):
+        return []
+    return [
+        f"transport {specs[0].name!r} brings weights as {' or '.join(brings)}, and engine "
+        f"{specs[1].name!r} takes them as {' or '.join(takes) or 'nothing'}"
+    ]
 
 
 def component_faults(kind: str, component: Any) -> list[str]:

@@ -146,7 +146,11 @@ class Receiver(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """How weights move. Built in the driver and in every worker, each using its own half."""
+    """How weights move. Built in the driver and in every worker, each using its own half.
+
+    Optional: `brings`, of the class, in which ways it can reach an engine: `tensors` (its `load`,
+    the default), `directory` (`load_directory`), `native` (`updating`).
+    """
 
     def sender(self, trainer: Trainer) -> Sender:
         """The half for a trainer worker."""

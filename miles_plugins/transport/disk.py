@@ -28,6 +28,8 @@ class Disk:
     before is deleted when all serve the new one.
     """
 
+    brings = ("directory", "tensors")
+
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
         """Where snapshots lie, and how they are checked."""

@@ -125,18 +125,13 @@ class RdmaReceiver(Receiving):
     """Half of the transport in an engine worker."""
 
     def __init__(self, engine: Engine, *, config: Rdma.Config) -> None:
-        super().__init__(engine, "rdma")
+        super().__init__(engine, "rdma", reaches_servers=False)
         self._config = config
         self._wire: Wire | None = None
         self._buckets: list[torch.Tensor] = []
 
     def places(self) -> dict[str, Any]:
         """`name` of this side, and the addresses of its two `buckets`."""
-        if self._native is not None:
-            raise WeightSyncError(
-                "transport rdma: an engine with a server of its own has no memory here to write "
-                "into; use transport=nccl or ipc"
-            )
         if self._wire is None:
             self._wire = Wire(self._config)
         device = torch.device("cpu")

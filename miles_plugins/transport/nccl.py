@@ -73,13 +73,15 @@ class Nccl(Bucketed):
                 "placement is colocated, and NCCL refuses two ranks on one GPU; use transport=ipc, "
                 "or placement=split"
             )
-        trainer, engine = (dict(planned.specs[kind].config) for kind in ("trainer", "engine"))
+        chosen = (planned.specs.get(kind) for kind in ("trainer", "engine"))
+        trainer, engine = (dict(getattr(spec, "config", {})) for spec in chosen)
         for kind, config_of in (("trainer", trainer), ("engine", engine)):
             if config_of.get("device") == "cpu":
                 faults.append(
                     f"{kind}.device is cpu, and NCCL moves between GPUs; use transport.backend=gloo"
                 )
-        wanted = int(trainer.get("workers", 1)) + int(engine.get("workers", 1))
+        servers = int(engine.get("workers", 1)) * int(engine.get("tp", 1))
+        wanted = int(trainer.get("workers", 1)) + servers
         present = gpus_here()
         if not faults and present is not None and present < wanted:
             faults.append(

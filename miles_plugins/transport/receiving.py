@@ -27,10 +27,11 @@ on."""
 class Receiving:
     """Half of a transport in an engine worker."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, *, reaches_servers: bool = True) -> None:
         self.name = name
         self._serving = Serving(engine, name)
-        self._native = Native(engine, name) if hasattr(engine, "updating") else None
+        served = reaches_servers and hasattr(engine, "updating")
+        self._native = Native(engine, name) if served else None
         self._incoming: Incoming | None = None
         self._compare = False
 

@@ -1,0 +1,284 @@
+"""Workers that die in the middle of a publish, full disks, damaged and half-written files: what is
+left behind, and what the other side says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from miles import ConfigError, Context, WeightSyncError
+from miles.testing import FakeHandle
+from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender
+from miles_plugins.transport.disk import Disk
+from miles_plugins.transport.handles import IpcSender
+from miles_plugins.transport.ipc import Ipc
+from miles_plugins.transport.nccl import Nccl, gpus_here
+from miles_plugins.transport.snapshot import SnapshotReceiver, SnapshotSender
+
+
+class Trainer:
+    def __init__(self, dies_after=None):
+        self.dies_after = dies_after
+
+    def export(self):
+        for index in range(6):
+            if index == self.dies_after:
+                os._exit(9)
+            yield f"layer.{index}", torch.full((500,), float(index))
+
+
+class Engine:
+    def __init__(self):
+        self.serving, self.tensors = -1, {}
+
+    async def load(self, version, weights):
+        self.serving, self.tensors = version, dict(weights)
+
+    async def version(self):
+        return self.serving
+
+
+def _apart(work) -> int:
+    """Run in a process of its own; how it ended."""
+    if (pid := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _sender(directory, trainer=None, rank=0):
+    return SnapshotSender(
+        trainer or Trainer(), rank=rank, directory=directory, file_bytes=4000, model=None
+    )
+
+
+def _names(directory):
+    return sorted(path.name.partition(".")[0] or ".unfinished" for path in directory.iterdir())
+
+
+def test_snapshot_of_a_trainer_that_died_is_absent_and_cleared_by_the_next(tmp_path):
+    assert _apart(lambda: _sender(tmp_path, Trainer(dies_after=4)).write(3)) == 9
+    assert _names(tmp_path) == [".unfinished"]
+    sender = _sender(tmp_path)
+    written = sender.write(4)
+    assert _names(tmp_path) == ["version_000004"]
+    SnapshotReceiver(Engine()).look(written["directory"], written["digest"])
+
+
+def test_old_snapshot_is_deleted_when_the_new_one_is_served_and_not_before(tmp_path):
+    sender = _sender(tmp_path)
+    sender.keep(sender.write(1)["directory"])
+    second = sender.write(2)["directory"]
+    assert _names(tmp_path) == ["version_000001", "version_000002"]
+    sender.keep(second)
+    assert _names(tmp_path) == ["version_000002"]
+    sender.write(3)
+    sender.give_up()
+    assert _names(tmp_path) == ["version_000002"]
+
+
+@contextmanager
+def _full_disk(size):
+    """No file may grow beyond `size` bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_disk_is_named_leaves_nothing_and_the_old_version(tmp_path):
+    engine = Engine()
+
+    def half():
+        return Disk(Disk.Config(directory=str(tmp_path / "w")), Context(directory=tmp_path))
+
+    trainer = FakeHandle("trainer", {"sender": half().sender(Trainer())})
+    engines = [FakeHandle("engine", {"receiver": half().receiver(engine)})]
+    driver = half()
+    asyncio.run(driver.publish(1, trainer=trainer, engines=engines))
+    with _full_disk(3000), pytest.raises(WeightSyncError, match=r"cannot write .*safetensors"):
+        asyncio.run(driver.publish(2, trainer=trainer, engines=engines))
+    assert _names(tmp_path / "w") == ["version_000001"]
+    assert engine.serving == 1
+    asyncio.run(driver.publish(3, trainer=trainer, engines=engines))
+    assert engine.serving == 3
+
+
+def test_other_ranks_gather_to_the_end_when_the_disk_is_full(tmp_path):
+    """Or they would wait for rank 0 for ever, in the middle of a collective call."""
+    exported = []
+
+    class Counting(Trainer):
+        def export(self):
+            for pair in super().export():
+                exported.append(pair[0])
+                yield pair
+
+    with _full_disk(1000), pytest.raises(WeightSyncError, match="cannot write"):
+        _sender(tmp_path, Counting()).write(1)
+    assert len(exported) == 6
+
+
+@pytest.mark.parametrize("damage", ["bytes", "shape", "missing", "manifest", "file"])
+def test_damaged_snapshot_is_refused_and_named(tmp_path, damage):
+    from safetensors.torch import load_file, save_file
+
+    written = _sender(tmp_path).write(1)
+    folder = Path(written["directory"])
+    file = folder / "model-00002.safetensors"
+    held = load_file(file)
+    if damage == "bytes":
+        held["layer.3"][7] += 1
+    elif damage == "shape":
+        held["layer.3"] = held["layer.3"].reshape(50, 10)
+    elif damage == "missing":
+        del held["layer.3"]
+    save_file(held, file)
+    if damage == "manifest":
+        (folder / "snapshot.json").write_text(json.dumps({"version": 1}))
+    elif damage == "file":
+        file.unlink()
+    said = {
+        "bytes": r"1 tensors in .* differ from what the trainer sent: layer\.3",
+        "shape": r"layer\.3 is F32 \[50, 10\], not float32 \[500\]",
+        "missing": r"layer\.3 is missing",
+        "manifest": r"snapshot\.json cannot be read, so the snapshot is not complete",
+        "file": r"cannot read .*model-00002",
+    }[damage]
+    engine = Engine()
+    receiver = SnapshotReceiver(engine)
+
+    async def play():
+        receiver.look(str(folder), written["digest"])
+        await receiver.load(1, str(folder), True)
+
+    with pytest.raises(WeightSyncError, match=said):
+        asyncio.run(play())
+    assert engine.serving == -1
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def test_shared_memory_of_a_trainer_that_died_is_freed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+
+    def work():
+        sender = IpcSender(Trainer(), rank=0, bucket_bytes=4000, directory=tmp_path, model=None)
+        sender.fill(0, True)
+        os._exit(9)
+
+    assert _apart(work) == 9
+    deadline = time.monotonic() + 20
+    while set(os.listdir("/dev/shm")) - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not set(os.listdir("/dev/shm")) - before
+
+
+def test_engine_that_dies_in_the_group_is_an_error_and_no_hang(tmp_path):
+    there, ours = os.pipe()
+
+    def die():
+        port = int(os.read(there, 16))
+        receiver = BroadcastReceiver(Engine(), backend="gloo", timeout_s=30.0)
+        asyncio.run(receiver.join("127.0.0.1", port, "group", 1, 2))
+        os._exit(9)
+
+    if (pid := os.fork()) == 0:
+        try:
+            die()
+        finally:
+            os._exit(1)
+    how = {"backend": "gloo", "timeout_s": 30.0, "directory": tmp_path, "model": None}
+    sender = BroadcastSender(Trainer(), rank=0, bucket_bytes=4000, **how)
+    os.write(ours, str(sender.open("127.0.0.1", "group", 2)).encode())
+    asyncio.run(sender.join())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    began = time.monotonic()
+
+    def send():
+        for slot, first in ((0, True), (1, False), (0, False)):
+            sender.fill(slot, first)
+
+    with pytest.raises(WeightSyncError, match="transport nccl: a broadcast"):
+        send()
+    sender.give_up()
+    assert time.monotonic() - began < 20
+
+
+# ---------------------------------------------------------------- what is refused before a run
+
+
+def _planned(placement="split", trainer=None, engine=None):
+    specs = {
+        "trainer": SimpleNamespace(config=trainer or {}),
+        "engine": SimpleNamespace(config=engine or {}),
+    }
+    return SimpleNamespace(settings=SimpleNamespace(placement=placement), specs=specs)
+
+
+def test_handles_are_refused_between_gpus_that_are_not_shared():
+    (fault,) = Ipc.check(Ipc.Config(), _planned("split"))
+    assert "placement is split" in fault
+    assert "use placement=colocated, or transport=nccl" in fault
+    assert Ipc.check(Ipc.Config(), _planned("colocated")) == []
+
+
+def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
+    (fault,) = Nccl.check(Nccl.Config(), _planned("colocated"))
+    assert "NCCL refuses two ranks on one GPU; use transport=ipc" in fault
+    (fault,) = Nccl.check(Nccl.Config(), _planned(engine={"device": "cpu"}))
+    assert "engine.device is cpu" in fault
+    assert "transport.backend=gloo" in fault
+    monkeypatch.setattr("miles_plugins.transport.nccl.gpus_here", lambda: 3)
+    planned = _planned(trainer={"workers": 2}, engine={"workers": 1, "tp": 2})
+    (fault,) = Nccl.check(Nccl.Config(), planned)
+    assert "are 4 ranks, and NCCL needs a GPU for each; here are 3" in fault
+    assert Nccl.check(Nccl.Config(backend="gloo"), _planned("colocated")) == []
+
+
+def test_gpus_are_counted_without_torch(monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda _: ["0000:1", "0000:2", "0000:3"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert gpus_here() == 2
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_here() == 3
+
+
+@pytest.mark.parametrize("kind", [Disk, Ipc, Nccl])
+def test_numbers_that_cannot_be_meant_are_refused(kind, tmp_path):
+    with pytest.raises(ConfigError, match="verify_every is 0"):
+        kind(kind.Config(verify_every=0), Context(directory=tmp_path))
+
+
+def test_transport_that_cannot_reach_an_engine_is_refused():
+    from miles.conformance import carried
+    from miles.protocols import Spec
+
+    class Files:
+        brings = ("directory",)
+
+    class Streams:
+        def load(self): ...
+
+    class Registry:
+        def component(self, kind, name):
+            return {"transport": Files, "engine": Streams}[kind]
+
+    specs = {kind: Spec(kind=kind, name=kind) for kind in ("transport", "engine")}
+    (fault,) = carried(SimpleNamespace(specs=specs, samples=True), Registry())
+    assert "brings weights as directory, and engine 'engine' takes them as tensors" in fault
+    assert carried(SimpleNamespace(specs=specs, samples=False), Registry()) == []
