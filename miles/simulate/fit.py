@@ -25,8 +25,8 @@ from miles.simulate.sweep import Case
 
 __all__ = ["Fitted", "direct", "fit", "fit_command", "minimize"]
 
-_SEEDS = 2  # simulations of a setting whose steps are put together
-_EVALUATIONS = 80  # of the search, after a grid
+_SEEDS = 3  # simulations of a setting whose steps are put together
+_EVALUATIONS = 60  # of the search, after a grid
 
 
 def direct(runs: Sequence[Recorded], keys: Keys) -> Keys:
@@ -151,39 +151,48 @@ Play = Callable[[Case], Result]
 
 def fit(runs: Sequence[Recorded], keys: Keys, play: Play) -> Fitted:
     """Fit the models: what metrics say directly, then how long a forward takes, whatever is in it
-    and for each request, and (with runs of both kinds) how much the trainer slows engines down."""
+    and for each request.
+
+    Where trainer and engines share processors they are taken to hold each other up alike: what
+    engines do to the trainer is measured, the other way round is not, and could not be told from
+    how long a forward of many requests takes.
+    """
     base = direct(runs, keys)
-    both = len({r.synchronous for r in runs}) == 2
     guess = _forward(runs, base)
 
     def made(point: Sequence[float]) -> Keys:
         forward, each = math.exp(point[0]), math.exp(point[0]) * math.exp(point[1])
-        share = 1 / (1 + math.exp(-point[2])) if both else base.engine.trainer_share
         engine = replace(
             base.engine, forward_s=forward, weights_s=0.0, context_s=0.0, sequence_s=each / 10,
-            trainer_share=max(0.02, share),
+            trainer_share=base.trainer.engine_share,
         )  # fmt: skip
         return replace(base, engine=engine)
 
     def cost(point: Sequence[float]) -> float:
         total = 0.0
         for run in runs:
-            step, wait = predicted(run, made(point), play)
-            total += math.log(step / run.get("time/step_s")) ** 2
-            whole = run.get("time/step_s")
-            total += ((wait - run.get("time/wait_s")) / whole) ** 2
+            steps = simulated(run, made(point), play)
+            if not steps:
+                return 1e9
+            whole = middle([s["time/step_s"] for s in run.steps])
+            waited = middle([s["time/wait_s"] for s in run.steps])
+            total += math.log(middle([s.seconds for s in steps]) / whole) ** 2
+            total += ((middle([s.wait_s for s in steps]) - waited) / whole) ** 2
         return total
 
-    # The cost has several valleys, as medians move in steps: the best of a coarse grid comes first.
-    axes = [
-        [math.log(guess * by) for by in (0.5, 0.75, 1.0, 1.4)],
-        [math.log(share) for share in (0.001, 0.1, 0.4)],
-        [math.log(share / (1 - share)) for share in (0.6, 0.8, 0.95)],
-    ]
-    grid = [list(point) for point in itertools.product(*axes[: 3 if both else 2])]
+    # the cost has several valleys: the best of a coarse grid comes first
+    axes = (0.4, 0.55, 0.75, 1.0, 1.4), (0.001, 0.1, 0.3)
+    grid = [[math.log(guess * by), math.log(share)] for by, share in itertools.product(*axes)]
     costs = [cost(point) for point in grid]
     best, tried = minimize(cost, grid[costs.index(min(costs))], evaluations=_EVALUATIONS)
     return Fitted(keys=made(best), evaluations=tried + len(grid))
+
+
+def middle(values: Sequence[float]) -> float:
+    """Mean of the middle half: as little moved by a few as a median, and without its jumps."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return mean(ordered[cut : len(ordered) - cut])
 
 
 def _forward(runs: Sequence[Recorded], keys: Keys) -> float:
@@ -194,9 +203,9 @@ def _forward(runs: Sequence[Recorded], keys: Keys) -> float:
     return min(run.settings.concurrency, 64) / rate / 2
 
 
-def predicted(run: Recorded, keys: Keys, play: Play) -> tuple[float, float]:
-    """Median step and wait of the same settings and number of steps under these models; very long
-    when they cannot be simulated."""
+def simulated(run: Recorded, keys: Keys, play: Play) -> list[Step]:
+    """Steps of the same settings, and as many, under these models, from several seeds; none when
+    they cannot be simulated."""
     steps: list[Step] = []
     for seed in range(_SEEDS):
         settings = replace(
@@ -206,8 +215,8 @@ def predicted(run: Recorded, keys: Keys, play: Play) -> tuple[float, float]:
         try:
             steps += play(Case(settings=settings, keys=keys)).steps[WARM:]
         except RunError:
-            return 1e9, 1e9
-    return median(s.seconds for s in steps), median(s.wait_s for s in steps)
+            return []
+    return steps
 
 
 def minimize(
@@ -276,8 +285,10 @@ def fit_command(args: Any) -> int:
     print(f"{'':<34}{'measured':>12}{'simulated':>12}{'error':>9}   (median step)")
     worst = 0.0
     for run in (*runs, *others):
-        step, _ = predicted(run, found.keys, play)
-        measured = run.get("time/step_s")
+        steps = simulated(run, found.keys, play)
+        if not steps:
+            raise ConfigError(f"--fit: the settings of {run.name} cannot be simulated")
+        step, measured = median(s.seconds for s in steps), run.get("time/step_s")
         error = step / measured - 1
         kind = "fitted" if run in runs else "predicted"
         worst = max(worst, abs(error)) if run in others else worst
