@@ -7,6 +7,7 @@ at `miles.loop`. It imports no torch, hydra or stevedore.
 from miles import batch, episode, errors, protocols, types
 from miles.batch import *  # noqa: F403
 from miles.calls import Caller, keep_alive
+from miles.child_server import ChildServer, serve_child
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
@@ -20,6 +21,7 @@ from miles.types import *  # noqa: F403
 __version__ = "0.1.0"
 __all__ = [
     "Caller",
+    "ChildServer",
     "RunKeys",
     "SessionKeys",
     "Settings",
@@ -29,6 +31,7 @@ __all__ = [
     "keep_alive",
     "process_alive",
     "process_identity",
+    "serve_child",
     *batch.__all__,
     *episode.__all__,
     *errors.__all__,

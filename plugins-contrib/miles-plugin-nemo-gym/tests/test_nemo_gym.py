@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from miles_plugin_nemo_gym.serve import server_of
 from miles_plugin_nemo_gym.spelling import to_items, to_messages, to_response, to_tools
-from miles_plugin_nemo_gym.starting import server_of
 
 from miles import ConfigError, EpisodeError, Spec
 from miles.testing import play_episode, tool_call

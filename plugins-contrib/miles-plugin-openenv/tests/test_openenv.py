@@ -9,9 +9,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from miles_plugin_openenv.starting import LocalServer, server_of
+from miles_plugin_openenv.serve import server_of
 
-from miles import ConfigError, EpisodeError, Spec
+from miles import ChildServer, ConfigError, EpisodeError, Spec
 from miles.testing import play_episode, tool_call
 
 PACKAGES = str(Path(__file__).parent / "packages")
@@ -35,7 +35,7 @@ def build(miles_registry, miles_context, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PACKAGES)
 
     def make(**config):
-        if isinstance(server := config.get("url"), LocalServer):
+        if isinstance(server := config.get("url"), ChildServer):
             monkeypatch.setenv("GUESS_TOKEN", server.headers["Authorization"].split()[1])
             config |= {"url": server.url(), "token_variable": "GUESS_TOKEN"}
         spec = Spec(kind="environment", name="openenv", config=config)
@@ -124,7 +124,7 @@ def test_attempts_wait_for_a_session_and_say_so_when_none_is_free(build, served)
 
 def test_server_that_prints_more_than_a_pipe_holds_still_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PACKAGES)
-    server = LocalServer("talks", tmp_path / "log")
+    server = server_of("talks", tmp_path / "log")
     url = server.url()
 
     async def ask():
@@ -141,8 +141,8 @@ def test_server_that_prints_more_than_a_pipe_holds_still_answers(tmp_path, monke
 def test_server_answers_its_token_alone_and_ends_with_its_owner(tmp_path):
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from miles_plugin_openenv.starting import LocalServer\n"
-        "server = LocalServer('plain', Path(sys.argv[1]))\n"
+        "from miles_plugin_openenv.serve import server_of\n"
+        "server = server_of('plain', Path(sys.argv[1]))\n"
         "print(server.url(), server._running[0].pid, server.headers['Authorization'], flush=True)\n"
         "time.sleep(60)"
     )

@@ -1,6 +1,6 @@
 """NeMo Gym's tasks: rows of a JSON Lines file, each with what a server needs to verify it.
 
-What is said in an attempt is `attempt`'s; a server of our own is `starting`'s.
+What is said in an attempt is `attempt`'s; a server of our own is `serve`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from miles import ConfigError, Context, LazyTasks, Split, Task
+from miles import ChildServer, ConfigError, Context, LazyTasks, Split, Task
 from miles_plugin_nemo_gym.attempt import Attempt
+from miles_plugin_nemo_gym.serve import server_of
 from miles_plugin_nemo_gym.spelling import to_messages, to_tools
-from miles_plugin_nemo_gym.starting import LocalServer, server_of
 
 _WHERE = "environment nemo_gym"
 
@@ -53,7 +53,7 @@ class NemoGym:
     def __init__(self, config: Config, context: Context) -> None:
         _check(config)
         self.config = config
-        self._server: LocalServer | None = None
+        self._server: ChildServer | None = None
         if not config.url:
             log = context.directory / "logs" / f"nemo_gym-{os.getpid()}.log"
             self._server = server_of(config.server, json.dumps(dict(config.options)), log)

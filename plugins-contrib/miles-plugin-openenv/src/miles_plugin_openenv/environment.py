@@ -1,6 +1,6 @@
 """OpenEnv environments: which server to ask, how many sessions at once, what their tasks are.
 
-What is said in an attempt is `stepping`'s; a server of our own is `starting`'s.
+What is said in an attempt is `stepping`'s; a server of our own is `serve`'s.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from miles import ConfigError, Context, EpisodeError, LazyTasks, Split, Task, derive_seed
-from miles_plugin_openenv.starting import LocalServer, server_of
+from miles import (
+    ChildServer,
+    ConfigError,
+    Context,
+    EpisodeError,
+    LazyTasks,
+    Split,
+    Task,
+    derive_seed,
+)
+from miles_plugin_openenv.serve import server_of
 from miles_plugin_openenv.stepping import Speak, Stepping
 
 _WHERE = "environment openenv"
@@ -70,7 +79,7 @@ class OpenEnv:
         self._seed = context.seed
         self._name = config.url or config.package
         self._headers: Mapping[str, str] | None = None
-        self._server: LocalServer | None = None
+        self._server: ChildServer | None = None
         if not config.url:
             log = context.directory / "logs" / f"openenv-{os.getpid()}.log"
             self._server = server_of(config.package, log)
