@@ -1,21 +1,26 @@
 """What outlives the stages of a run: processes, trackers, the ledger, and where the run stands.
 
-Data, and the ending of rollouts that have no process of their own; what a stage does with it is
-`miles.stage`.
+Data, the ending of rollouts that have no process of their own, and the texts kept of all stages;
+what a stage does with it is `miles.stage`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from miles.engines import Engines
 from miles.here import Here
 from miles.ledger import Ledger
 from miles.protocols import Handle
 from miles.tracking import Tracking
+from miles.types import Group
 
 __all__ = ["Shared"]
 
@@ -49,3 +54,19 @@ class Shared:
         old, self.here = self.here, None
         if old is not None:
             await old.rollouts.end()
+
+    def keep_text(self, step: int, stage: str, group: Group, tito: Any) -> None:
+        """Append a group's best attempt to `samples.jsonl`, for people to read."""
+        best = max(group.trajectories, key=lambda t: t.reward)
+        line = {
+            "step": step,
+            "stage": stage,
+            "task": msgspec.to_builtins(group.task),
+            "text": best.text,
+            "reward": best.reward,
+        }
+        whole = max(best.samples, key=lambda sample: len(sample.tokens))
+        if np.count_nonzero(np.diff(whole.sampled.astype(np.int8)) > 0) > 1:  # several turns
+            line["conversation"] = tito.decode(whole.tokens)
+        with (self.directory / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -5,6 +5,7 @@ The loop itself is `miles.loop`; directories, resuming and signals are `miles.ru
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections import Counter
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
@@ -152,16 +152,25 @@ class Stage:
         return drop
 
     async def prepare(self, groups: Sequence[Group]) -> Batch:
-        """Passes over the samples, then the algorithm in a thread, then hooks."""
-        passes = {}
-        if needs := self.algorithm.needs():
-            tokens = flatten([s for g in groups for s in g.samples])
-            async with self.placement.training():
-                with self.timing("train"):
-                    passes = {name: await self.trainer.logprobs(tokens, name) for name in needs}
-        batch = await self._learn(groups, passes)
-        batch = replace(batch, probe=await self._probe(groups))
+        """Passes over the samples, then the algorithm in a thread, then hooks; beside them, engines
+        answer the mismatch probe."""
+        probing = asyncio.create_task(self._probe(groups), name="mismatch probe")
+        if self.settings.placement == "colocated":  # engines sleep during the passes
+            await asyncio.wait({probing})
+        try:
+            batch = await self._learn(groups, await self._passes(groups))
+            batch = replace(batch, probe=await probing)
+        finally:
+            probing.cancel()
         return self.hook.prepared(groups=groups, batch=batch)  # type: ignore[no-any-return]
+
+    async def _passes(self, groups: Sequence[Group]) -> Mapping[str, Array]:
+        if not (needs := self.algorithm.needs()):
+            return {}
+        tokens = flatten([s for g in groups for s in g.samples])
+        async with self.placement.training():
+            with self.timing("train"):
+                return {name: await self.trainer.logprobs(tokens, name) for name in needs}
 
     async def _learn(self, groups: Sequence[Group], passes: Mapping[str, Array]) -> Batch:
         limit = self.settings.worker_timeout_s
@@ -273,7 +282,7 @@ class Stage:
         for text in [*update.warnings, *self.measure.no_signal(groups, step - self.first)]:
             self.shared.tracking.moment("warned", {"text": text})
         if step % _SAMPLE_EVERY == 0 or step == self.last:
-            self._keep_text(step, groups[0])
+            self.shared.keep_text(step, self.name, groups[0], self.tito)
         self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
 
     def _write_ledger(self, step: int) -> None:
@@ -281,21 +290,6 @@ class Stage:
         if not ended:
             return
         self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
-
-    def _keep_text(self, step: int, group: Group) -> None:
-        best = max(group.trajectories, key=lambda t: t.reward)
-        line = {
-            "step": step,
-            "stage": self.name,
-            "task": msgspec.to_builtins(group.task),
-            "text": best.text,
-            "reward": best.reward,
-        }
-        whole = max(best.samples, key=lambda sample: len(sample.tokens))
-        if np.count_nonzero(np.diff(whole.sampled.astype(np.int8)) > 0) > 1:  # several turns
-            line["conversation"] = self.tito.decode(whole.tokens)
-        with (self.shared.directory / "samples.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
     # ---- checkpoints
 

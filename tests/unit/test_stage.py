@@ -10,9 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from miles import Receipt, RunError, Settings, Task
+from miles import (
+    Batch,
+    Group,
+    Receipt,
+    RunError,
+    Sample,
+    Settings,
+    Span,
+    Task,
+    Trajectory,
+    flatten,
+)
 from miles.buffer import Buffer
 from miles.placement import Split
 from miles.pool import Pool
@@ -87,10 +99,57 @@ def test_stage_gives_up_an_algorithm_that_does_not_come_back(tmp_path: Path) -> 
             time.sleep(5)
 
     stage = made(tmp_path, worker_timeout_s=0.05)
+    stage.samples = False
     stage.algorithm = Stuck()
     said = r"stage grpo: Stuck\.prepare of 2 groups was not done after 0\.05 s \(worker_timeout_s\)"
     with pytest.raises(RunError, match=said):
         asyncio.run(stage.prepare([None, None]))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("placement", ["split", "colocated"])
+def test_stage_probes_engines_beside_the_passes_unless_they_sleep_then(
+    tmp_path: Path, placement: str
+) -> None:
+    """The trainer waited for the probe's answer after its own passes, at every step."""
+    told: list[str] = []
+    scored = asyncio.Event()
+
+    async def score(tokens: Any) -> Any:
+        told.append("asked")
+        await asyncio.sleep(0.02)
+        told.append("answered")
+        scored.set()
+        return np.zeros(len(tokens), np.float32)
+
+    async def logprobs(tokens: Any, source: str) -> Any:
+        told.append("pass")
+        await asyncio.sleep(0)
+        if placement == "split":
+            await asyncio.wait_for(scored.wait(), 5)
+        return np.zeros(len(tokens.tokens), np.float32)
+
+    class Learns:
+        def needs(self) -> tuple[str, ...]:
+            return ("current",)
+
+        def prepare(self, groups: Any, passes: Any) -> Any:
+            return Batch(tokens=flatten([s for g in groups for s in g.samples]), terms=())
+
+    stage = made(tmp_path, max_lag=0, placement=placement)
+    stage.trainer.logprobs, stage.engines.score = logprobs, score  # type: ignore[union-attr]
+    stage.algorithm, stage.placement = Learns(), Split()
+    stage.hook = SimpleNamespace(prepared=lambda groups, batch: batch)
+    ones = np.ones(3, bool)
+    sample = Sample(
+        tokens=np.zeros(3, np.int32), sampled=ones, trainable=ones,
+        logprobs=np.zeros(3, np.float32), spans=(Span(start=0, stop=3, version=0),),
+    )  # fmt: skip
+    made_of = Trajectory(id="g0", samples=(sample,))
+    group = Group(id=0, task=Task(id="t", prompt="x"), trajectories=(made_of,))
+    batch = asyncio.run(stage.prepare([group]))
+    assert batch.probe is not None and len(batch.probe.tokens) == 3
+    wanted = {"split": ["asked", "pass", "answered"], "colocated": ["asked", "answered", "pass"]}
+    assert sorted(told[:2]) == sorted(wanted[placement][:2]) and told[2] == wanted[placement][2]
 
 
 def test_stage_evaluation_is_timed_and_no_step_pays_for_what_went_before(tmp_path: Path) -> None:
