@@ -1,6 +1,6 @@
 """The embedded engine and a tiny model: asynchronous steps a second against synchronous.
 
-    python tests/bench/async_embedded.py [--rounds N] [--steps N] [--lag K] [--json FILE]
+    python tests/bench/async_embedded.py [--kind KIND] [--rounds N] [--steps N] [--lag K]
 
 Real runs of the embedded engine and the `fsdp` trainer, each in its process with one thread, so
 that two cores can be busy at once. Two kinds of attempts: `short` ones, as in the default run's RL
@@ -53,8 +53,10 @@ def play(root: Path, name: str, words: Sequence[str], steps: int) -> dict[str, f
     whole = sum(row["time/step_s"] for row in rows)
     return {
         "steps_per_s": count / whole,
-        "wait_s": sum(row["time/wait_s"] for row in rows) / count,
-        "train_s": sum(row["time/train_s"] for row in rows) / count,
+        **{
+            f"{what}_s": sum(row[f"time/{what}_s"] for row in rows) / count
+            for what in ("wait", "train", "publish", "overhead")
+        },
         "engine_idle_s": sum(row["engine/idle_s"] for row in rows) / count,
         "staleness": sum(row["staleness/mean"] for row in rows) / count,
         "stale_groups": sum(row.get("groups/dropped/stale", 0) for row in rows) / count,
@@ -67,6 +69,7 @@ def play(root: Path, name: str, words: Sequence[str], steps: int) -> dict[str, f
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print; there is no limit to hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", action="append", choices=list(KINDS), help="all without it")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lag", type=int, default=2)
@@ -75,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedules = {"synchronous": "max_lag=0", "asynchronous": f"max_lag={args.lag}"}
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="miles-bench-") as folder:
-        for kind, words in KINDS.items():
+        for kind in args.kind or KINDS:
+            words = KINDS[kind]
             found: dict[str, list[dict[str, float]]] = {name: [] for name in schedules}
             for index in range(args.rounds):
                 for name, lag in schedules.items():
