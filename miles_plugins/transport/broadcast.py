@@ -38,7 +38,9 @@ class Group:
     ) -> None:
         self._limit = timedelta(seconds=timeout_s)
         kind = "cuda" if backend == "nccl" else "cpu"
-        self.device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        self.device = torch.device("cpu")
+        if kind == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # The keys under which torch's own group of this name would meet.
         for prefix in (name, f"{name}/", f"{kind}/"):
             store = dist.PrefixStore(prefix, store)
@@ -131,9 +133,9 @@ class BroadcastSender(Sending):
         if work is not None and self._group is not None:
             self._group.wait(work)
 
-    def made(self, size: int, device: torch.device) -> torch.Tensor:
-        """Memory that the backend can send from."""
-        return super().made(size, torch.device("cpu") if self._backend == "gloo" else device)
+    def place(self, device: torch.device) -> torch.device:
+        """Where the group can send from, also when the weights are kept elsewhere."""
+        return device if self._group is None else self._group.device
 
     def give_up(self) -> None:
         """Leave the group, so that no broadcast is waited for."""

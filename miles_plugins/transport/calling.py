@@ -13,7 +13,7 @@ from typing import Any
 
 from miles import Handle, MilesError, WeightSyncError
 
-__all__ = ["CLEANUP_S", "Verifying", "everywhere", "quietly"]
+__all__ = ["CLEANUP_S", "Verifying", "everywhere", "quietly", "same"]
 
 _log = logging.getLogger(__name__)
 CLEANUP_S = 10.0  # a worker that hangs must not hold up the fault that is being raised
@@ -26,21 +26,27 @@ class Verifying:
     def __init__(self, every: int) -> None:
         self._every = every
         self._publishes = 0
-        self._known: tuple[int, ...] = ()
+        self._known: tuple[Handle, ...] = ()  # held, or another could come to lie where one was
 
     def due(self, engines: Sequence[Handle]) -> bool:
         """Whether the publish that begins now has to be compared."""
-        fresh = tuple(id(engine) for engine in engines) != self._known
-        return fresh or self._publishes % self._every == 0
+        return not same(engines, self._known) or self._publishes % self._every == 0
 
     def published(self, engines: Sequence[Handle]) -> None:
         """The publish that began last has succeeded."""
         self._publishes += 1
-        self._known = tuple(id(engine) for engine in engines)
+        self._known = tuple(engines)
 
     def failed(self) -> None:
         """It has not; the next one is compared, whatever it finds."""
         self._known = ()
+
+
+def same(some: Sequence[Handle], others: Sequence[Handle]) -> bool:
+    """Whether these are the same handles: a worker that was started again has another."""
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )
 
 
 async def everywhere(

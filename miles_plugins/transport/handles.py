@@ -23,6 +23,7 @@ class IpcSender(Sending):
 
     def __init__(self, trainer: Any, **how: Any) -> None:
         super().__init__(trainer, **how)
+        self._handles: dict[int, tuple[int, dict[str, Any]]] = {}
         # A file that a dead process left would stay for ever; a named one is cleaned up after it.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -44,7 +45,15 @@ class IpcSender(Sending):
             torch.cuda.current_stream(flat.device).synchronize()
         # Making the payload counts as a use of the memory until somebody opens it.
         payload = handed_over(flat, entries) if native else ""
-        return {"handle": handle(flat) | {"native": payload}}
+        held, own = self._handles.get(slot, (0, {}))
+        if held != flat.data_ptr():
+            own = handle(flat)
+            self._handles[slot] = (flat.data_ptr(), own)
+        return {"handle": own | {"native": payload}}
+
+    def _release(self) -> None:
+        self._handles.clear()
+        super()._release()
 
     def fill(self, slot: int, first: bool, native: bool = False) -> dict[str, Any]:
         """As `Sending.fill`, with `handle`."""
@@ -56,12 +65,12 @@ class IpcReceiver(Receiving):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, "ipc")
-        self._opened: dict[bytes, torch.Tensor] = {}
+        self._opened: dict[str, torch.Tensor] = {}
 
     def memory(self, bucket: Mapping[str, Any]) -> torch.Tensor:
         """The bucket on this GPU, or rank 0's."""
         chosen = nearest(bucket["handles"])
-        key = chosen["handle"]
+        key = repr((chosen["handle"], chosen["more"]))  # two buckets may lie in one allocation
         if key not in self._opened:
             if len(self._opened) > 1:  # one that was replaced by a larger one
                 self._opened.clear()

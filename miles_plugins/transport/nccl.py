@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from miles import ConfigError, Context, Engine, Handle, Trainer
 from miles_plugins.transport.bucketed import Bucketed, positive
-from miles_plugins.transport.calling import everywhere
+from miles_plugins.transport.calling import everywhere, same
 
 __all__ = ["Nccl", "gpus_here"]
 
@@ -60,7 +60,7 @@ class Nccl(Bucketed):
         super().__init__(config.verify_every)
         self.config = config
         self.context = context
-        self._group: tuple[int, ...] = ()  # handles of the engines in it
+        self._group: tuple[Handle, ...] = ()  # the engines in it
 
     @classmethod
     def check(cls, config: Config, planned: Any) -> list[str]:
@@ -116,8 +116,7 @@ class Nccl(Bucketed):
         self, trainer: Handle, engines: Sequence[Handle], begun: Sequence[dict[str, Any]]
     ) -> None:
         """Have everybody meet, unless the same already did."""
-        members = tuple(map(id, engines))
-        if members == self._group:
+        if same(engines, self._group):
             return
         host, name = self.config.host, f"miles-{secrets.token_hex(8)}"
         world = 1 + sum(each["ranks"] for each in begun)
@@ -128,7 +127,7 @@ class Nccl(Bucketed):
             joins.append(everywhere([engine], self.name, *join))
             offset += each["ranks"]
         await asyncio.gather(trainer.call("sender.join"), *joins)
-        self._group = members
+        self._group = tuple(engines)
 
     async def give_up(self, trainer: Handle, engines: Sequence[Handle]) -> None:
         """Leave the group as well: a broadcast that was cut short leaves it unusable."""

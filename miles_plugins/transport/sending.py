@@ -73,6 +73,10 @@ class Sending:
         """A bucket is filled: let it go. What receivers have to know of it."""
         raise NotImplementedError
 
+    def place(self, device: torch.device) -> torch.device:
+        """Where buckets lie of weights that are exported on `device`."""
+        return device
+
     def made(self, size: int, device: torch.device) -> torch.Tensor:
         """(size,) uint8 of new memory."""
         return torch.empty(size, dtype=torch.uint8, device=device)
@@ -82,6 +86,7 @@ class Sending:
 
     def _bucket(self, slot: int, size: int, device: torch.device) -> torch.Tensor:
         self.free(slot)
+        device = self.place(device)
         held = self._buckets.get(slot)
         if held is None or held.numel() < size or held.device != device:
             self._buckets.pop(slot, None)
