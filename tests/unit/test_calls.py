@@ -202,6 +202,28 @@ def test_calls_peer_with_the_token_may_call_and_stream() -> None:
     asyncio.run(main())
 
 
+def test_calls_peer_that_is_dialled_elsewhere_fails_what_was_never_answered() -> None:
+    """A host that vanished ends no connection, and would keep its callers waiting."""
+
+    async def main() -> None:
+        first, address, pool = await _door("sesame")
+        peer = await Peer.dial("engine", address, "sesame", 5)
+        waiting = asyncio.create_task(peer.call("wait"))
+        await asyncio.sleep(0.05)
+        second, elsewhere, more = await _door("sesame")
+        await peer.redial(elsewhere, "sesame", 5)
+        with pytest.raises(WorkerError, match=f":{address[1]} is replaced by another"):
+            await waiting
+        assert peer.address == elsewhere and await peer.call("plain", 1) == 2
+        peer.close()
+        for server in (first, second):
+            server.close()
+        for each in (pool, more):
+            each.shutdown()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("first", [b"\xff" * 64, (2000).to_bytes(8, "little") + b"x" * 2000])
 def test_calls_stranger_is_cut_off_before_anything_is_read(first: bytes) -> None:
     async def main() -> None:

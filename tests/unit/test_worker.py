@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from miles import ConfigError, Context, PluginVersionError, Settings, Spec, WorkerError
+from miles.identity import process_identity
 from miles.plugins import Registry
 
 PLUGIN = '''
@@ -120,6 +122,25 @@ def test_ranks_meet_at_a_file_of_their_own_that_ends_with_the_runtime(tmp_path: 
 
     run(tmp_path, body)
     assert not any(Path(master.removeprefix("file://")).parent.exists() for master in seen)
+
+
+def test_worker_holds_a_port_of_one_address_for_ranks_to_meet(tmp_path: Path) -> None:
+    async def body(handle: Any, runtime: Any, context: Context) -> None:
+        pid = (await handle.call("precision.where"))[0]
+        assert await handle.call("worker.identity") == process_identity(pid)
+        port, descriptor = await handle.call("worker.meeting", "127.0.0.1")
+        link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        assert link.startswith("socket:[")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):  # nobody listens there yet
+            socket.create_connection(("127.0.0.1", port))
+        again, _ = await handle.call("worker.meeting", "127.0.0.1")
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))  # the one before is free
+        assert again != port
+
+    run(tmp_path, body)
 
 
 def test_worker_death_fails_open_calls_with_its_name(tmp_path: Path) -> None:

@@ -100,12 +100,12 @@ class Cluster:
         label: Mapping[str, str] | None,
     ) -> Any:
         """The placement group of this name, kept when it was asked for alike: a worker that is
-        started again finds its place free."""
+        started again finds its place free. One whose node is gone is asked for anew."""
         from ray.util.placement_group import placement_group
 
         wanted = ([dict(b) for b in bundles], strategy)
         known = self._groups.get(name)
-        if known is not None and known[0] == wanted and self.state(known[1])[0] != "REMOVED":
+        if known is not None and known[0] == wanted and self.state(known[1])[0] == "CREATED":
             return known[1]
         self.release(name)
         labels = None if label is None else [dict(label) for _ in bundles]

@@ -166,7 +166,11 @@ class Placing:
             )
             what = f"{want.role} ({want.count} x {want.cpus:g} CPUs, {want.gpus} GPUs)"
             limit = self.config.place_timeout_s
-            found = await placed(cluster, group, timeout_s=limit, what=what)
+            try:
+                found = await placed(cluster, group, timeout_s=limit, what=what)
+            except BaseException:
+                await cluster.do(cluster.release, want.role)
+                raise
             self._where[want.role] = (role, found[0])
         each = share.per_node if spread else 1
         # ranks of one node follow each other, wherever Ray put the bundles
@@ -235,7 +239,9 @@ class Placing:
         cluster = await self._join()
         nodes = {node.id: node for node in await cluster.do(cluster.nodes)}
         one_host = not self.config.grows and len({n.address for n in nodes.values()}) == 1
-        world = len(place.nodes)
+        if gone := set(place.nodes) - set(nodes):
+            raise WorkerError(f"{name}: its node {', '.join(gone)} is gone")
+        world, logs = len(place.nodes), context.directory / "logs"
         cpus, gpus = reserved
         ranks: list[Rank] = []
         tokens = [secrets.token_hex(TOKEN_BYTES // 2) for _ in range(world)]
@@ -243,7 +249,7 @@ class Placing:
             for rank in range(world):
                 full = name if world == 1 else f"{name}-{rank}"
                 title = full if world == 1 else f"{full} (rank {rank} of {world})"
-                node, log = nodes[place.nodes[rank]], context.directory / "logs" / f"{full}.log"
+                node, log = nodes[place.nodes[rank]], logs / f"{full}.log"
                 visible = devices if gpus == 0 else None  # Ray's own otherwise
                 order = {
                     "name": full,

@@ -148,7 +148,9 @@ class Rank:
         self.caller.connection.close()
         with contextlib.suppress(WorkerError):  # the actor is gone, and its worker with it
             await self.ask("end", grace_s, timeout_s=grace_s + _ANSWER_S)
-        await self._cluster.do(self._cluster.kill, self.actor)
+        with contextlib.suppress(TimeoutError):  # a head that is gone answers nothing
+            async with asyncio.timeout(_ANSWER_S):
+                await self._cluster.do(self._cluster.kill, self.actor)
         self.caller.fail("was stopped")
 
     def __str__(self) -> str:
