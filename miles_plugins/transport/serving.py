@@ -66,18 +66,19 @@ class Serving:
         asks = getattr(self.engine, "digests", None) if compare else None
         if asks is not None and not self._stopped:
             await self.engine.pause()
+        stays = self._stopped
         try:
             yield
             if asks is not None:
                 self._compare(entries, await asks())
-        except WeightSyncError as error:
-            if asks is not None and not isinstance(error, _Differs) and not self._stopped:
-                await self.engine.resume()  # it serves what it served
-            self._stopped = self._stopped or isinstance(error, _Differs)
+            stays = False
+        except _Differs:
+            stays = True
             raise
-        if asks is not None or self._stopped:
-            self._stopped = False
-            await self.engine.resume()
+        finally:  # after any other fault it serves what it served
+            before, self._stopped = self._stopped, stays
+            if (asks is not None or before) and not stays:
+                await self.engine.resume()
 
     def _compare(self, entries: Entries, served: Mapping[str, str]) -> None:
         wanted = {entry["name"]: entry["content"] for entry in entries}
