@@ -237,11 +237,11 @@ class Sglang:
         `max_len` and `dp_ranks` are the server's. Raises `EngineError` when it is not well."""
         facts = await self._watch.ready()
         await self._watch.alive()
-        longest = {} if facts.max_len is None else {"max_len": float(facts.max_len)}
+        max_len = facts.max_len or checks.context_length(self._context.model)
+        longest = {} if max_len is None else {"max_len": float(max_len)}
         asking = self._asking
         return {
-            "waiting": 0.0,
-            **self._watch.load,
+            **{"waiting": 0.0, **self._watch.load},
             "active": float(len(asking.running)),
             **asking.counts,
             **longest,

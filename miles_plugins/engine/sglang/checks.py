@@ -20,7 +20,7 @@ from miles_plugins.engine.sglang import command, fitting, server
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
-__all__ = ["check", "listed", "topk", "url_faults", "warnings"]
+__all__ = ["check", "context_length", "listed", "topk", "url_faults", "warnings"]
 
 _ASK_S = 5.0
 _TOPK = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
@@ -36,6 +36,13 @@ def topk(model: Any) -> int:
     config = {} if model is None else model.hf_config()
     config = config.get("text_config", config)
     return next((int(config[name]) for name in _TOPK if config.get(name)), 0)
+
+
+def context_length(model: Any) -> int | None:
+    """Longest prompt and completion of a checkpoint, in tokens, where it says so."""
+    config = {} if model is None else model.hf_config()
+    found = config.get("text_config", config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def url_faults(config: Any) -> list[str]:
@@ -123,8 +130,6 @@ def _unlike(url: str, found: says.Facts, config: Any, settings: Any) -> Iterator
     if found.disaggregation != wanted:
         is_now = found.disaggregation or "null"
         yield f"{url} has --disaggregation-mode {is_now}; here it must be {wanted or 'null'}"
-    if found.speculative and config.deterministic:
-        yield f"{url} decodes speculatively ({found.speculative}), where seeds decide nothing"
 
 
 def _info(url: str, key: str) -> Mapping[str, Any]:

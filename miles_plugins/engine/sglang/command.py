@@ -66,10 +66,13 @@ def flag_faults(config: Any) -> list[str]:
     if config.speculative and not config.speculative.get("algorithm"):
         known = "EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM"
         faults.append(f"speculative.algorithm is not set; SGLang has {known}")
-    if config.speculative and config.deterministic:
-        faults.append("speculative and deterministic: SGLang has no seeds in speculative decoding")
-    if config.speculative and config.dp_attention and "overlap" in str(config.flags):
-        faults.append("speculative with dp_attention takes no overlap flags")
+    drafts = config.speculative.get("draft_model_path")
+    if drafts and str(config.speculative.get("algorithm")) != "NGRAM":
+        faults.append(
+            f"speculative.draft_model_path ({drafts}): SGLang reads every update into the draft as "
+            "well; only drafts inside the checkpoint (NEXTN, EAGLE without a path) follow a policy "
+            "that is trained"
+        )
     if config.prefill_url and not config.url:
         faults.append("prefill_url: it goes with engine.url, the servers that decode")
     return faults

@@ -12,10 +12,23 @@ from typing import Any
 
 from miles import EngineError
 
-__all__ = ["TESTED", "Facts", "checksums", "doubt", "doubts", "facts", "load_of", "verdict"]
+__all__ = [
+    "TESTED",
+    "UNKNOWN",
+    "Facts",
+    "checksums",
+    "doubt",
+    "doubts",
+    "facts",
+    "load_of",
+    "verdict",
+]
 
 TESTED = ("0.5.16", "0.5.23")
 """Oldest and newest SGLang that this client is tested with."""
+
+UNKNOWN = "unknown"
+"""What stands for the version of a server that does not say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,11 +87,16 @@ class Watch:
             raise EngineError(f"engine sglang: it cannot be used: {self.broken}")
 
     async def _info(self) -> Any:
-        """What only a scheduler that runs can say."""
+        """What only a scheduler that runs can say; of a server that speaks no more than
+        `/generate`, that it is there."""
         limit = self._silent_s
-        try:
-            info = await self._http.ask("GET", "/server_info", limit=limit)
-        except wording.NotFound:  # its name before 0.5.16
-            info = await self._http.ask("GET", "/get_server_info", limit=limit)
+        info: Any = {"version": says.UNKNOWN}
+        for path in ("/server_info", "/get_server_info", "/health"):  # the second before 0.5.16
+            try:
+                found = await self._http.ask("GET", path, limit=limit)
+            except wording.NotFound:
+                continue
+            info = found if path != "/health" else info
+            break
         self.alive_at = monotonic()
         return info

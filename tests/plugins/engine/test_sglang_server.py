@@ -276,7 +276,10 @@ def test_flags_follow_the_config():
         ({"tp": 3, "dp": 2, "dp_attention": True}, r"dp \(2\) must divide tp \(3\)"),
         ({"dp_attention": True}, "it takes at least 2 ranks"),
         ({"speculative": {"num_steps": 3}}, "speculative.algorithm is not set"),
-        ({"speculative": {"algorithm": "EAGLE"}, "deterministic": True}, "no seeds"),
+        (
+            {"speculative": {"algorithm": "EAGLE", "draft_model_path": "d"}},
+            r"draft_model_path \(d\): SGLang reads every update into the draft",
+        ),
         ({"prefill_url": "http://a"}, "prefill_url: it goes with engine.url"),
         ({"url": "http://a,http://a"}, "an address is there twice"),
         ({"url": "http://a", "workers": 2}, r"workers \(2\) is more than the 1 addresses"),
