@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles import ConfigError, Context, Handle, Spec, WorkerError
@@ -241,37 +241,31 @@ class Placing:
         one_host = not self.config.grows and len({n.address for n in nodes.values()}) == 1
         if gone := set(place.nodes) - set(nodes):
             raise WorkerError(f"{name}: its node {', '.join(gone)} is gone")
-        world, logs = len(place.nodes), context.directory / "logs"
+        world = len(place.nodes)
         cpus, gpus = reserved
+        visible = {} if gpus else {"CUDA_VISIBLE_DEVICES": devices or ""}  # or Ray's own
         ranks: list[Rank] = []
+        limit, silent = self.config.start_timeout_s, context.settings.silent_after_s
         tokens = [secrets.token_hex(TOKEN_BYTES // 2) for _ in range(world)]
         with files.seen(context, parts, secrets.token_hex(8)) as wanted:
-            for rank in range(world):
-                full = name if world == 1 else f"{name}-{rank}"
-                title = full if world == 1 else f"{full} (rank {rank} of {world})"
-                node, log = nodes[place.nodes[rank]], logs / f"{full}.log"
-                visible = devices if gpus == 0 else None  # Ray's own otherwise
-                order = {
-                    "name": full,
-                    "title": f"{title}, node {node.id}",
-                    "token": tokens[rank],
-                    "log": str(log.absolute()),
-                    "address": _LOOPBACK if one_host else node.address,
-                    "network": self.config.network,
-                    "environment": {
-                        **({} if gpus else {"CUDA_VISIBLE_DEVICES": visible or ""}),
-                        **self.config.env,
-                    },
-                    "directory": os.getcwd(),
-                    "files": [*wanted, ["the working directory", os.getcwd(), -1]],
-                    "wait_s": self.config.start_timeout_s,
-                }
-                actor = await cluster.do(
-                    cluster.actor, Keeper, full, place, rank, cpus=cpus, gpus=gpus, order=order
-                )
-                ranks.append(Rank(full, title, actor, node, cluster, log=str(log)))
-            limit, silent = self.config.start_timeout_s, context.settings.silent_after_s
             try:
+                for rank, token in enumerate(tokens):
+                    full = name if world == 1 else f"{name}-{rank}"
+                    title = full if world == 1 else f"{full} (rank {rank} of {world})"
+                    node = nodes[place.nodes[rank]]
+                    log = context.directory / "logs" / f"{full}.log"
+                    order = {
+                        "name": full,
+                        "title": f"{title}, node {node.id}",
+                        "token": token,
+                        "log": str(log.absolute()),
+                        "address": _LOOPBACK if one_host else node.address,
+                        **self._order(wanted, visible),
+                    }
+                    actor = await cluster.do(
+                        cluster.actor, Keeper, full, place, rank, cpus=cpus, gpus=gpus, order=order
+                    )
+                    ranks.append(Rank(full, title, actor, node, cluster, log=str(log)))
                 await asyncio.gather(
                     *(
                         one.meet(token, timeout_s=limit, silent_after_s=silent)
@@ -282,3 +276,14 @@ class Placing:
                 await asyncio.gather(*(one.stop(grace_s=0.0) for one in ranks))
                 raise
         return ranks
+
+    def _order(self, wanted: Sequence[Sequence[Any]], visible: Mapping[str, str]) -> dict[str, Any]:
+        """What all keepers are told."""
+        here = os.getcwd()
+        return {
+            "network": self.config.network,
+            "environment": {**visible, **self.config.env},
+            "directory": here,
+            "files": [*wanted, ["the working directory", here, -1]],
+            "wait_s": self.config.start_timeout_s,
+        }
