@@ -122,7 +122,8 @@ def scheduler() -> float:
 
 
 def simulator() -> tuple[float, float]:
-    """Turns a second in ten steps of the case study, best of eight, and CPU seconds of a day of it."""
+    """Turns a second in ten steps of the case study, best of eight, and CPU seconds of a
+    day of it."""
     plan = compose(["experiment=case_glm5_2_744b"], registry=Registry.load()).verify()
     stage = plan.stages[-1]
     case = Case(settings=stage.settings, keys=read(stage.settings.simulate))

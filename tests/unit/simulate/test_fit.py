@@ -20,7 +20,8 @@ from miles.simulate.recorded import load, together
 
 TURNS = {
     "turns": Distribution(mean=1), "delay_s": Distribution(), "observation_tokens": Distribution(),
-    "turn_tokens": parts.lognormal(400, 0.5, low=1, high=2000), "prompt_tokens": Distribution(mean=50),
+    "turn_tokens": parts.lognormal(400, 0.5, low=1, high=2000),
+    "prompt_tokens": Distribution(mean=50),
 }  # fmt: skip
 ENGINE = {"forward_s": 0.02, "sequence_s": 0.0008, "gpus": 1, "trainer_share": 0.7}
 TRAINER = {
