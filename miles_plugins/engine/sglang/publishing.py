@@ -65,6 +65,7 @@ class Publishing:
         await self._http.ask("POST", "/pause_generation", {"mode": mode}, limit=self._limit)
 
     async def resume(self) -> None:
+        """Go on."""
         await self._http.ask("POST", "/continue_generation", {}, limit=self._limit)
 
     async def checksums(self) -> dict[str, str]:
