@@ -1,12 +1,15 @@
 """Causal attention inside each sample of a packed row, in the form that `transformers` calls.
 
 Samples are padded inside buckets of like length, at a cost of samples × length² and not of tokens²,
-and no sample sees another. How a row was laid out is `packing`'s business.
+or go unpadded to a kernel of `kernels`; no sample sees another. How a row was laid out is
+`packing`'s business.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from miles.learn.packing import Bucket, Layout
+from miles.errors import ConfigError
+from miles.learn import kernels
+from miles.learn.packing import Bucket, Layout, Stretches
 
-__all__ = ["ATTENTION", "packed_attention", "register_attention"]
+__all__ = ["ATTENTION", "choose_attention", "packed_attention", "register_attention"]
+
+_log = logging.getLogger(__name__)
 
 ATTENTION = "miles_packed"
 """The name under which `register_attention` tells `transformers` about `packed_attention`."""
@@ -89,6 +96,15 @@ def packed_attention(
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention has no soft cap and no sinks")
     scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if packing.stretches is not None:
+        kernel = kernels.flex if packing.way == "flex" else kernels.varlen
+        out_THD = kernel(
+            *_unpadded(packing.stretches, query_1HTD, key_1KTD, value_1KTD),
+            packing.stretches,
+            scale,
+            sliding_window,
+        )
+        return out_THD[None], None
     # (T, heads, D): rows of tokens, as the projections made them
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if packing.pick is not None:
@@ -107,11 +123,41 @@ def packed_attention(
         torch.split(value, held),
         strict=True,
     )
-    done = [_attend(bucket, q, k, v, scale, sliding_window) for bucket, q, k, v in parts]
+    with kernels.first_cudnn() if packing.way == "cudnn" else nullcontext():
+        done = [_attend(bucket, q, k, v, scale, sliding_window) for bucket, q, k, v in parts]
     out_PHD = done[0] if len(done) == 1 else torch.cat(done)
     if packing.pick is not None:
         out_PHD = _Collect.apply(out_PHD, packing.pick)  # type: ignore[no-untyped-call]
     return out_PHD[None], None
+
+
+def _unpadded(
+    stretches: Stretches, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, H, D) queries as they lie in the row, (keys, K, D) keys and values of the stretches."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    if stretches.gather is not None:
+        key = _spread(key, stretches.gather, None)
+        value = _spread(value, stretches.gather, None)
+    return query, key, value
+
+
+def choose_attention(asked: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """One of `padded`, `cudnn`, `varlen` and `flex`: what is asked for, or with `auto` the first of
+    varlen, flex and padded that can be used here (in float32 padded), told in the log on a GPU.
+
+    Raises `ConfigError`, with the reason, when what is asked for cannot be used.
+    """
+    reasons = kernels.reasons(device, dtype, head_dim)
+    if asked == "auto":
+        order = ("varlen", "flex", "padded") if dtype in kernels.HALF else ("padded",)
+        asked = next(way for way in order if not reasons.get(way))
+        if device.type == "cuda":
+            missed = "; ".join(f"no {w}: {r}" for w, r in reasons.items() if r)
+            _log.info("attention: %s%s", asked, f" ({missed})" if missed else "")
+    elif reasons.get(asked):
+        raise ConfigError(f"attention {asked!r} cannot be used here: {reasons[asked]}")
+    return asked
 
 
 def _spread(rows_TX: Tensor, gather: Tensor | None, back: Tensor | None) -> Tensor:
@@ -166,9 +212,13 @@ def _hidden_at(at: Tensor, length: int, window: int | None) -> Tensor:
     return torch.zeros(behind.shape, device=at.device).masked_fill_(unseen, float("-inf"))
 
 
-def register_attention() -> None:
+def register_attention(*, opaque: bool = False) -> None:
     """Tell `transformers` of `packed_attention`. No mask function goes with it: without one, models
-    make no mask."""
+    make no mask. `opaque` keeps torch.compile from looking inside: its layout differs from row to
+    row, and the kernels are fused already."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, packed_attention)
+    function: Any = packed_attention
+    if opaque:
+        function = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION, function)

@@ -8,6 +8,7 @@ computed twice.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     tile: int | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target under softmax(hidden @ head.T / temperature), and that
     distribution's entropy.
@@ -44,7 +46,9 @@ def token_logprobs(
         d logp / d z_j = [j = target] - p_j        d entropy / d z_j = -p_j (z_j - sum_i p_i z_i)
 
     with z the logits after the temperature. Peak extra memory is about two tiles of `tile` elements
-    and, where the head is trained, one float32 gradient of it.
+    and, where the head is trained, one float32 gradient of it. `fused` compiles the arithmetic on
+    a tile into one kernel each way (torch.compile), so that a tile is read in the products' type
+    and never written in float32; values differ by rounding.
     """
     if hidden_RH.ndim != 2 or head_VH.ndim != 2 or hidden_RH.shape[1] != head_VH.shape[1]:
         raise ValueError(
@@ -55,7 +59,7 @@ def token_logprobs(
     if tile is None:
         tile = TILE_CUDA if hidden_RH.is_cuda else TILE_CPU
     logprobs_R, entropy_R = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, head_VH, targets_R, 1.0 / temperature, entropy, tile
+        hidden_RH, head_VH, targets_R, 1.0 / temperature, entropy, tile, fused
     )
     return logprobs_R, entropy_R if entropy else None
 
@@ -83,6 +87,42 @@ def _locate(targets_r: Tensor, v: slice) -> tuple[Tensor, Tensor]:
     return (targets_r - v.start).clamp_(0, v.stop - v.start - 1)[:, None], inside_r
 
 
+def _summary(
+    logits_rv: Tensor, column_r1: Tensor, inside_r: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a tile of logits as the product left them: (rows,) highest, sum of exponentials below it,
+    their product with the logits, and the target's logit, 0 where it is outside."""
+    z_rv = logits_rv.float() * scale
+    high_r = z_rv.amax(1)
+    powers_rv = (z_rv - high_r[:, None]).exp()
+    picked_r = z_rv.gather(1, column_r1)[:, 0] * inside_r
+    return high_r, powers_rv.sum(1), (powers_rv * z_rv).sum(1), picked_r
+
+
+def _slope(
+    logits_rv: Tensor,
+    total_r: Tensor,
+    mean_r: Tensor,
+    grad_r: Tensor,
+    grad_entropy_r: Tensor,
+    column_r1: Tensor,
+    inside_r: Tensor,
+    scale: float,
+) -> Tensor:
+    """Gradient of a tile of logits as the product left them, in their type."""
+    z_rv = logits_rv.float() * scale
+    p_rv = (z_rv - total_r[:, None]).exp()
+    hit_rv = (torch.arange(z_rv.shape[1], device=z_rv.device) == column_r1) & inside_r[:, None]
+    slope_rv = torch.where(hit_rv, grad_r[:, None], 0.0) - p_rv * grad_r[:, None]
+    slope_rv = slope_rv - p_rv * (z_rv - mean_r[:, None]) * grad_entropy_r[:, None]
+    return (slope_rv * scale).to(logits_rv.dtype)
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
+
+
 class _Running:
     """Sum of exponentials and their mean logit over slices of the vocabulary, each rescaled to the
     highest so far."""
@@ -104,6 +144,16 @@ class _Running:
         if dot:
             self.dot_r = self.dot_r + torch.linalg.vecdot(powers_rv, logits_rv)
 
+    def join(self, high_r: Tensor, sum_r: Tensor, dot_r: Tensor) -> None:
+        """Take in a slice that was summed up elsewhere, below its own highest."""
+        top_r = high_r if self.top_r is None else torch.maximum(self.top_r, high_r)
+        shrink_r = (high_r - top_r).exp()
+        if self.top_r is not None:
+            before_r = (self.top_r - top_r).exp()
+            self.sum_r, self.dot_r = self.sum_r * before_r, self.dot_r * before_r
+        self.top_r = top_r
+        self.sum_r, self.dot_r = self.sum_r + sum_r * shrink_r, self.dot_r + dot_r * shrink_r
+
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
@@ -115,7 +165,9 @@ class _TokenLogprobs(torch.autograd.Function):
         scale: float,
         entropy: bool,
         tile: int,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
+        fused = fused and hidden_RH.dtype != torch.float64
         work = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
         total_R = hidden_RH.new_empty(len(hidden_RH), dtype=work)  # log of the sum of exponentials
         mean_R = hidden_RH.new_zeros(len(hidden_RH), dtype=work)  # expected logit
@@ -125,8 +177,15 @@ class _TokenLogprobs(torch.autograd.Function):
         for r, across in blocks:
             running = _Running()
             for v in across:
-                logits_rv = _logits(hidden_RH[r], head_VH[v], scale)
                 column_r1, inside_r = _locate(targets_R[r], v)
+                if fused:
+                    found = _compiled(_summary)(
+                        hidden_RH[r] @ head_VH[v].t(), column_r1, inside_r, scale
+                    )
+                    running.join(*found[:3])
+                    picked_R[r] += found[3]
+                    continue
+                logits_rv = _logits(hidden_RH[r], head_VH[v], scale)
                 picked_R[r] += logits_rv.gather(1, column_r1)[:, 0].mul_(inside_r)
                 running.add(logits_rv, dot=entropy)
                 if len(blocks) == len(across) == 1:
@@ -134,7 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if running.top_r is not None:
                 total_R[r] = running.top_r + running.sum_r.log()
                 mean_R[r] = running.dot_r / running.sum_r
-        ctx.scale, ctx.entropy, ctx.tile = scale, entropy, tile
+        ctx.scale, ctx.entropy, ctx.tile, ctx.fused = scale, entropy, tile, fused
         ctx.save_for_backward(hidden_RH, head_VH, targets_R, total_R, mean_R, kept)
         entropy_R = total_R - mean_R
         if not entropy:
@@ -145,7 +204,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_R: Tensor, grad_entropy_R: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden_RH, head_VH, targets_R, total_R, mean_R, kept = ctx.saved_tensors
         want_hidden, want_head = ctx.needs_input_grad[:2]
         # Sums over tiles are kept in the type of the log-probs: many small bfloat16 parts would
@@ -154,21 +213,31 @@ class _TokenLogprobs(torch.autograd.Function):
         for_head_VH = torch.zeros_like(head_VH, dtype=total_R.dtype) if want_head else None
         for r, across in _tiles(len(hidden_RH), len(head_VH), ctx.tile):
             for v in across:
-                logits_rv = _logits(hidden_RH[r], head_VH[v], ctx.scale) if kept is None else kept
-                grad_rv = (logits_rv - total_R[r, None]).exp_()  # the probabilities, to begin with
-                if ctx.entropy:
-                    slope_rv = logits_rv - mean_R[r, None]
-                    slope_rv.mul_(grad_entropy_R[r, None]).add_(grad_R[r, None])
-                    grad_rv.mul_(slope_rv.neg_())
-                    del slope_rv
-                else:
-                    grad_rv.mul_(grad_R[r, None].neg())
-                del logits_rv
                 column_r1, inside_r = _locate(targets_R[r], v)
-                grad_rv.scatter_add_(1, column_r1, (grad_R[r] * inside_r)[:, None])
-                if ctx.scale != 1.0:
-                    grad_rv.mul_(ctx.scale)
-                grad_rv = grad_rv.to(hidden_RH.dtype)
+                if ctx.fused:
+                    entropy_r = grad_entropy_R[r] if ctx.entropy else torch.zeros_like(total_R[r])
+                    grad_rv = _compiled(_slope)(
+                        hidden_RH[r] @ head_VH[v].t(), total_R[r], mean_R[r], grad_R[r], entropy_r,
+                        column_r1, inside_r, ctx.scale,
+                    )  # fmt: skip
+                else:
+                    logits_rv = (
+                        _logits(hidden_RH[r], head_VH[v], ctx.scale) if kept is None else kept
+                    )
+                    # the probabilities, to begin with
+                    grad_rv = (logits_rv - total_R[r, None]).exp_()
+                    if ctx.entropy:
+                        slope_rv = logits_rv - mean_R[r, None]
+                        slope_rv.mul_(grad_entropy_R[r, None]).add_(grad_R[r, None])
+                        grad_rv.mul_(slope_rv.neg_())
+                        del slope_rv
+                    else:
+                        grad_rv.mul_(grad_R[r, None].neg())
+                    del logits_rv
+                    grad_rv.scatter_add_(1, column_r1, (grad_R[r] * inside_r)[:, None])
+                    if ctx.scale != 1.0:
+                        grad_rv.mul_(ctx.scale)
+                    grad_rv = grad_rv.to(hidden_RH.dtype)
                 if for_hidden_RH is not None:
                     for_hidden_RH[r] += grad_rv @ head_VH[v]
                 if for_head_VH is not None:
@@ -176,6 +245,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (
             None if for_hidden_RH is None else for_hidden_RH.to(hidden_RH.dtype),
             None if for_head_VH is None else for_head_VH.to(head_VH.dtype),
+            None,
             None,
             None,
             None,

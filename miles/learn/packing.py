@@ -7,8 +7,9 @@ does with a row is in `attention`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import heapq
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "Bucket",
     "Layout",
+    "Stretches",
     "layout",
     "micro_batches",
     "prompt_families",
@@ -24,6 +26,8 @@ __all__ = [
     "token_index",
 ]
 
+UNPADDED = ("varlen", "flex")
+"""Ways to compute attention that take stretches of unlike lengths."""
 BUCKET_RATIO = 0.7
 BUCKET_SLACK = 16
 """A shorter sample joins a bucket when it fills this share of its length, or lacks at most this
@@ -60,23 +64,48 @@ def micro_batches(
     return np.split(order, cuts[1:]) if len(order) else []
 
 
-def shares(lengths_S: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Deal samples to ranks so that token counts are near equal: longest first, each to the
-    lightest rank.
+def shares(
+    lengths_S: np.ndarray, ranks: int, costs_S: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Deal samples to ranks so that the ranks' costs, token counts by default, are near equal.
 
-    Returns `ranks` arrays of sample indices in rising order, some empty when samples are few. The
-    heaviest share is at most 4/3 of the best possible (Graham 1969), and every rank computes the
-    same answer.
+    Returns `ranks` arrays of sample indices in rising order, some empty when samples are few; every
+    rank computes the same answer. Of two deals the better is taken: the largest differencing method
+    (Karmarkar and Karp 1982), which joins the partial deals that differ most, heaviest part with
+    lightest; and longest first, each to the lightest rank, whose heaviest share is at most 4/3 of
+    the best possible (Graham 1969).
     """
     if ranks == 1:
         return [np.arange(len(lengths_S))]
-    load = [0] * ranks
+    costs = [float(c) for c in (lengths_S if costs_S is None else costs_S)]
+    deals = _longest_first(costs, ranks), _differencing(costs, ranks)
+    best = min(deals, key=lambda deal: max(sum(costs[i] for i in part) for part in deal))
+    return [np.array(sorted(part), np.int64) for part in best]
+
+
+def _longest_first(costs: list[float], ranks: int) -> list[list[int]]:
+    load = [0.0] * ranks
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    for sample in np.argsort(-np.asarray(lengths_S, np.int64), kind="stable").tolist():
+    for sample in sorted(range(len(costs)), key=lambda i: -costs[i]):
         lightest = load.index(min(load))
-        load[lightest] += int(lengths_S[sample])
+        load[lightest] += costs[sample]
         dealt[lightest].append(sample)
-    return [np.array(sorted(samples), np.int64) for samples in dealt]
+    return dealt
+
+
+def _differencing(costs: list[float], ranks: int) -> list[list[int]]:
+    # Partial deals as (minus the spread, number, [(load, samples)] heaviest first).
+    empty: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(ranks - 1)]
+    heap = [(-cost, i, [(cost, [i]), *empty]) for i, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+        number += 1
+    return [samples for _, samples in heap[0][2]] if heap else [[] for _ in range(ranks)]
 
 
 def token_index(lengths_S: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -140,6 +169,26 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretches:
+    """The same without padding, for kernels that take sequences of unlike lengths end to end: the
+    packed row is the queries, cut into stretches that each see the end of their own keys."""
+
+    queries: Tensor
+    """(S + 1,) int32: where each stretch of the row begins, and the row's end."""
+    keys: Tensor
+    """(S + 1,) int32: the same among the keys."""
+    gather: Tensor | None
+    """(keys,) int64: the packed token that each key is; None when they are the row."""
+    longest_query: int
+    """Queries of the longest stretch."""
+    longest_key: int
+    """Keys of the longest stretch. A stretch of q queries and k keys: query i sees keys up to i + k
+    - q."""
+    masks: dict[Any, Any] = field(default_factory=dict)
+    """What a kernel derives from these once and uses in every layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How the N tokens of some samples lie in one packed row of T ≤ N tokens, and in padded
     places."""
@@ -163,6 +212,10 @@ class Layout:
     """(T,) int64: the place among `queries` whose result each packed token takes; None likewise."""
     shared: bool
     """Whether some packed token is at several places."""
+    way: str = "padded"
+    """How attention is computed: a name of `attention.choose_attention`."""
+    stretches: Stretches | None = None
+    """Instead of buckets, for ways that need no padding."""
 
 
 def layout(
@@ -172,6 +225,7 @@ def layout(
     families_S: np.ndarray | None = None,
     prompts_S: np.ndarray | None = None,
     trim: int = 0,
+    way: str = "padded",
 ) -> Layout:
     """Lay samples of these lengths out in this order. Few buckets result when like lengths are
     neighbours.
@@ -198,6 +252,19 @@ def layout(
         place = np.cumsum(own_N) - 1
         lent_N = np.repeat(starts_S[owner_S], lengths_S) + positions_N
         place = np.where(own_N, place, place[np.minimum(lent_N, total - 1)])
+    if way in UNPADDED:
+        return Layout(
+            positions=torch.from_numpy(positions_N[source])[None].to(device),
+            source=source,
+            place=place,
+            buckets=(),
+            queries=None,
+            keys=None,
+            pick=None,
+            shared=shared,
+            way=way,
+            stretches=_stretches(lengths_S, borrowed_S, place if shared else None, device),
+        )
     # What attends: each sample; where queries are trimmed, each prompt once, samples without it.
     parts = [_Rows(starts_S, lengths_S, np.zeros_like(lengths_S), borrowed_S)]
     if prompts_S is not None and shared and int(lengths_S.max()) <= trim:
@@ -239,6 +306,34 @@ def layout(
         keys=tensor(keys),
         pick=tensor([pick]),
         shared=shared,
+        way=way,
+    )
+
+
+def _stretches(
+    lengths_S: np.ndarray,
+    borrowed_S: np.ndarray,
+    place_N: np.ndarray | None,
+    device: torch.device | str,
+) -> Stretches:
+    """A sample's own tokens are the queries of a stretch, all its tokens the keys; a sample with no
+    token of its own asks nothing."""
+    own_S = lengths_S - borrowed_S
+    asks_S = own_S > 0
+
+    def edges(counts: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)).to(device)
+
+    gather = None
+    if place_N is not None:
+        kept_N = place_N[np.repeat(asks_S, lengths_S)]
+        gather = torch.from_numpy(kept_N).to(device)
+    return Stretches(
+        queries=edges(own_S[asks_S]),
+        keys=edges(lengths_S[asks_S]),
+        gather=gather,
+        longest_query=int(own_S.max(initial=0)),
+        longest_key=int(lengths_S[asks_S].max(initial=0)),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.learn import logprobs
 from miles.learn.logprobs import token_logprobs
 
 BENCH = Path(__file__).parents[2] / "bench" / "logprob_memory.py"
@@ -138,3 +139,28 @@ def test_token_logprobs_take_a_third_of_the_plain_memory():
     )
     ratio = float(done.stdout.split("ratio")[1].split()[0])
     assert ratio <= 0.35, done.stdout
+
+
+@pytest.mark.parametrize("tile", [None, 64])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_fused_arithmetic_is_the_plain_one(monkeypatch, tile, entropy):
+    """Uncompiled here, which changes no value: what a compiler is given to fuse."""
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+    torch.manual_seed(0)
+    targets = torch.randint(0, 50, (13,))
+    weight = torch.randn(13)
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(1)
+        hidden, head = (
+            torch.randn(13, 8, requires_grad=True),
+            torch.randn(50, 8, requires_grad=True),
+        )
+        values, spread = token_logprobs(
+            hidden, head, targets, temperature=0.7, entropy=entropy, tile=tile, fused=fused
+        )
+        total = (values * weight).sum() + (0.0 if spread is None else (spread * weight).sum() * 2)
+        total.backward()
+        found.append((values, hidden.grad, head.grad, *((spread,) if entropy else ())))
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=2e-6)
