@@ -77,6 +77,7 @@ class Life:
             "max_new_tokens=8", f"max_lag={args.max_lag}", "selector.admit=[none]",
             "evaluator=null", "engine.max_len=128", "engine.rows=8", "trainer.lr=1e-2",
             f"checkpoint_every={args.every}", "max_restarts=1000", "tracker=[jsonl]",
+            "runtime.start_timeout_s=900",  # a busy machine is no fault
             f"run.dir='{folder}'", f"run.name={name}",
         ]  # fmt: skip
         self.process: subprocess.Popen[str] | None = None
