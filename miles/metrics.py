@@ -133,6 +133,23 @@ METRICS: tuple[Metric, ...] = _rows(
     ("tokens/trained", "tokens", "Tokens that carried loss in the step."),
     ("tokens/lag_<k>", "tokens", "Trained tokens that were k versions old in the step."),
     ("tokens/sampled", "tokens", "Tokens that an engine sampled in the step's groups."),
+    (
+        "trainer/tokens_per_s",
+        "tokens/s",
+        "Tokens of the batch over the trainer's step, all ranks; on a GPU, or with a peak given.",
+    ),
+    (
+        "trainer/tflops",
+        "TFLOP/s",
+        "Model FLOPs of forward and backward passes over the step, a rank.",
+    ),
+    ("trainer/mfu", "share", "`trainer/tflops` over the device's peak, `trainer.peak_tflops`."),
+    ("trainer/memory_bytes", "bytes", "Most device memory in use so far, on rank 0."),
+    ("trainer/streamed_bytes", "bytes", "Optimizer state that came to the device and went back."),
+    ("trainer/streaming_s", "seconds", "The optimizer's step with streamed state."),
+    ("trainer/evicted_bytes", "bytes", "Device memory that the last sleep gave back, a rank."),
+    ("trainer/sleep_s", "seconds", "The last sleep, copies included."),
+    ("trainer/wake_s", "seconds", "The return from it."),
     ("length/mean", "tokens", "Mean tokens of a trained sample, prompt included."),
     (
         "length/trained",

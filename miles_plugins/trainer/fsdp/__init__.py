@@ -55,6 +55,39 @@ class Fsdp:
         """Recompute each block in the backward pass instead of keeping its activations."""
         workers: int = 1
         """Ranks to train with."""
+        replicas: int = 1
+        """Groups of ranks that hold the whole model each; inside a group it is sharded. `workers`
+        is a multiple of it."""
+        context_parallel: int = 1
+        """Ranks that share a sequence; only 1, since torch's context parallelism cannot take packed
+        samples."""
+        balance: Literal["flops", "tokens"] = "flops"
+        """What ranks get an equal share of: model FLOPs, in which long samples cost more, or
+        tokens."""
+        attention: Literal["auto", "padded", "cudnn", "varlen", "flex"] = "auto"
+        """How samples of a row attend: padded to like lengths through SDPA (`cudnn` prefers that
+        kernel), or unpadded through FlashAttention (`varlen`) or FlexAttention (`flex`). Auto takes
+        varlen on a GPU in bfloat16 (flex where torch lacks it), else padded, and says so."""
+        compile: Literal["none", "layers"] = "none"
+        """Compile each decoder layer, and the arithmetic on logits, with torch.compile: the first
+        steps take minutes."""
+        optimizer_state: Literal["resident", "host", "disk"] = "resident"
+        """Where moments, and float32 masters that one rank keeps beside a bfloat16 model, live: on
+        the device; in pinned host memory; in files. The latter two are fetched bucket by bucket
+        during the step, with the same bits."""
+        optimizer_bucket_mb: int = 256
+        """MiB of each array that visit the device at a time; up to six such buckets are there."""
+        optimizer_dir: str = ""
+        """Directory for `optimizer_state=disk`; empty takes `optimizer/` below the run's. Files
+        have no name and vanish with the process."""
+        offload_parameters: bool = False
+        """Keep parameters and gradients in host memory; a block's are fetched when it computes.
+        With `optimizer_state=resident` AdamW then runs on the CPU."""
+        sleep_to: Literal["auto", "host", "none"] = "auto"
+        """Where a paused trainer's memory goes: pinned host memory, or nowhere. Auto takes host on
+        a GPU and nowhere on a CPU."""
+        peak_tflops: float | None = None
+        """TFLOP/s of the device, for `trainer/mfu`; null takes the bfloat16 peak of known GPUs."""
         threads: int = 1
         """CPU threads of each rank; 0 leaves torch's choice."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -94,6 +127,34 @@ class Fsdp:
                     f"micro_batch_tokens is {config.micro_batch_tokens}; at least 1",
                 ),
                 (config.workers < 1, f"workers is {config.workers}; at least 1"),
+                (
+                    config.replicas < 1 or config.workers % max(1, config.replicas) != 0,
+                    f"replicas ({config.replicas}) must divide workers ({config.workers})",
+                ),
+                (
+                    config.context_parallel != 1,
+                    f"context_parallel is {config.context_parallel}, and only 1 is possible: "
+                    "torch's context_parallel splits one sequence a row and takes no mask, so it "
+                    "cannot serve packed samples; use more workers and activation_checkpointing "
+                    "for long ones",
+                ),
+                (
+                    config.device == "cpu" and config.attention in ("cudnn", "varlen", "flex"),
+                    f"attention {config.attention} needs a GPU, but device is cpu",
+                ),
+                (
+                    config.optimizer_bucket_mb < 1,
+                    f"optimizer_bucket_mb is {config.optimizer_bucket_mb}; at least 1",
+                ),
+                (
+                    bool(config.optimizer_dir) and config.optimizer_state != "disk",
+                    f"optimizer_dir is {config.optimizer_dir!r}, but optimizer_state is "
+                    f"{config.optimizer_state}; it is for disk",
+                ),
+                (
+                    config.peak_tflops is not None and config.peak_tflops <= 0,
+                    f"peak_tflops is {config.peak_tflops}; above 0",
+                ),
                 (config.threads < 0, f"threads is {config.threads}; at least 0"),
             )
             if wrong
@@ -142,9 +203,10 @@ class Fsdp:
         self._worker.load(Path(directory), weights_only=weights_only)
 
     def sleep(self) -> None:
-        """Free gradients, and on a GPU move everything to the CPU."""
+        """Free gradients and move weights, moments and reference off the device, as `sleep_to`
+        says; until `wake`, anything else is a `TrainerError`."""
         self._worker.sleep()
 
     def wake(self) -> None:
-        """Move everything back."""
+        """Move everything back, bit for bit."""
         self._worker.wake()

@@ -7,7 +7,9 @@ It knows nothing of batches or losses; `worker` fills the gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +17,21 @@ from torch import Tensor, nn
 
 from miles import CheckpointError
 from miles_plugins.trainer.fsdp.ranks import local, place, whole
+from miles_plugins.trainer.fsdp.streaming import Streamed
 
-__all__ = ["Masters", "learning_rate"]
+__all__ = ["Away", "Masters", "learning_rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Where optimizer state is kept that does not stay on the device."""
+
+    device: torch.device
+    """Where steps are computed."""
+    bucket: int
+    """Elements of each array that visit the device at a time."""
+    directory: Path | None
+    """Files are kept here; None for pinned host memory."""
 
 
 def learning_rate(
@@ -42,7 +57,9 @@ class Masters:
 
     In float32 they are the model's own parameters. When one rank computes in another type, the
     model holds a copy in that type, whose gradients are added into the masters' as soon as they are
-    complete; sharded models do the same inside FSDP.
+    complete; sharded models do the same inside FSDP. With `away` the moments, and masters that are
+    not the model's own, live in host memory or on disk; their gradients are kept apart, on the
+    device.
     """
 
     def __init__(
@@ -53,69 +70,104 @@ class Masters:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        away: Away | None = None,
     ) -> None:
         seen: set[int] = set()
         self.named: dict[str, Tensor] = {}  # parameters and saved buffers, tied ones once
         self.trained: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: dict[str, Tensor] = {}  # the model's own, where masters are others
+        self._apart: dict[str, Tensor] = {}  # gradients of masters that are not on the device
+        self._streamed: Streamed | None = None
         sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
+        split = compute != torch.float32 and not sharded
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            master = tensor
+            self.named[name] = tensor
             if isinstance(tensor, nn.Parameter):
-                if compute != torch.float32 and not sharded:
-                    master = self._split(tensor, compute)
-                self.trained[name] = master
-            self.named[name] = master
-        matrices = [m for m in self.trained.values() if m.ndim >= 2]
-        vectors = [m for m in self.trained.values() if m.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
+                self.trained[name] = tensor
+        decays = {n: weight_decay if t.ndim >= 2 else 0.0 for n, t in self.trained.items()}
+        if away is not None:
+            self._streamed = Streamed(
+                self.trained,
+                device=away.device,
+                betas=betas,
+                eps=eps,
+                decays=decays,
+                bucket=away.bucket,
+                directory=away.directory,
+                take=split,
+            )
+        if split:
+            for name, parameter in list(self.trained.items()):
+                self._split(name, parameter, compute)
+        if self._streamed is None:
+            matrices = [m for m in self.trained.values() if m.ndim >= 2]
+            vectors = [m for m in self.trained.values() if m.ndim < 2]
+            self.optimizer = torch.optim.AdamW(
+                [
+                    {"params": matrices, "weight_decay": weight_decay},
+                    {"params": vectors, "weight_decay": 0.0},
+                ],
+                betas=betas,
+                eps=eps,
+                fused=True,
+            )
 
-    def _split(self, parameter: nn.Parameter, compute: torch.dtype) -> Tensor:
-        master = parameter.detach().clone().requires_grad_(True)
+    def _split(self, name: str, parameter: Tensor, compute: torch.dtype) -> None:
+        """Make the model's parameter a copy in `compute`, and its float32 values the master."""
+        if self._streamed is not None:
+            master = self._streamed.weights[name]
+        else:
+            master = parameter.detach().clone().requires_grad_(True)
         parameter.data = parameter.data.to(compute)
-        self._copies.append((parameter, master))
+        self.named[name] = self.trained[name] = master
+        self._copies[name] = parameter
 
         def hand_over(copy: Tensor) -> None:
             if copy.grad is None:
                 return
-            grad = copy.grad.float()
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-            copy.grad = None
+            grad, copy.grad = copy.grad.float(), None
+            before = self._gradient(name)
+            if before is not None:
+                before.add_(grad)
+            elif self._streamed is None:
+                master.grad = grad
+            else:
+                self._apart[name] = grad
 
         parameter.register_post_accumulate_grad_hook(hand_over)
-        return master
+
+    def _gradient(self, name: str) -> Tensor | None:
+        found = self._apart.get(name)
+        return self.trained[name].grad if found is None else found
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those that there are, in the order of the weights."""
+        found = {name: self._gradient(name) for name in self.trained}
+        return {name: grad for name, grad in found.items() if grad is not None}
 
     def norm(self) -> float:
         """Global 2-norm of the gradients; every rank has to ask."""
-        grads = [m.grad for m in self.trained.values() if m.grad is not None]
+        grads = list(self._gradients().values())
         return float(whole(nn.utils.get_total_norm(grads))) if grads else 0.0
 
     def not_finite(self) -> list[str]:
         """Names of weights whose gradient, in this rank's part, is not finite."""
-        return [
-            name
-            for name, master in self.trained.items()
-            if master.grad is not None and not bool(local(master.grad).isfinite().all())
-        ]
+        found = self._gradients().items()
+        return [name for name, grad in found if not bool(local(grad).isfinite().all())]
 
     def update(self, lr: float, *, norm: float, clip: float) -> None:
         """Scale gradients down to norm `clip` (0: never), take one step, drop the gradients."""
-        if clip and norm > clip:
+        gradients = self._gradients()
+        if clip and norm > clip and gradients:
             shrink = clip / (norm + 1e-6)
-            torch._foreach_mul_(
-                [local(m.grad) for m in self.trained.values() if m.grad is not None], shrink
-            )
+            torch._foreach_mul_([local(grad) for grad in gradients.values()], shrink)
+        if self._streamed is not None:
+            self._streamed.step(gradients, lr=lr, copies=self._copies)
+            self.drop_gradients()
+            return
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -124,21 +176,47 @@ class Masters:
 
     def drop_gradients(self) -> None:
         """Free them."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for copy, _ in self._copies:
-            copy.grad = None
+        self._apart.clear()
+        for tensor in (*self.trained.values(), *self._copies.values()):
+            tensor.grad = None
 
     @torch.no_grad()
     def spread(self) -> None:
         """Bring the model's copies, if it has any, up to date with the masters."""
-        for copy, master in self._copies:
-            copy.copy_(master)
+        for name, copy in self._copies.items():
+            copy.copy_(self.named[name])
 
     @torch.no_grad()
     def write(self, name: str, full: Tensor) -> None:
         """Replace a whole weight; `spread` has to follow."""
         master = self.named[name]
         local(master).copy_(place(full.to(master.dtype), master))
+
+    @torch.no_grad()
+    def exported(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Every whole weight in `dtype` (others than floating ones as they are) on `device`; every
+        rank has to iterate. May be the live tensor."""
+        for name, master in self.named.items():
+            copy = self._copies.get(name)
+            if self._streamed is not None and copy is not None and copy.dtype == dtype:
+                yield name, copy.detach()  # the same bits, without a way through the host
+                continue
+            full = whole(master, device).detach()
+            yield name, full.to(dtype) if full.is_floating_point() else full
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held on the device: masters, copies, moments."""
+        yield from self._copies.values()
+        if self._streamed is None:
+            for state in self.optimizer.state.values():
+                yield from state.values()
+        apart = self._streamed.weights if self._streamed is not None and self._copies else {}
+        yield from (m for name, m in self.named.items() if name not in apart)
+
+    @property
+    def streamed(self) -> Streamed | None:
+        """The optimizer when its state is kept away from the device."""
+        return self._streamed
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of this rank's part of every weight."""
@@ -154,23 +232,28 @@ class Masters:
             other[name] = kept
         self.spread()
 
+    def _state(self, name: str) -> Mapping[str, Tensor]:
+        """AdamW's state of one weight; empty before its first step."""
+        if self._streamed is not None:
+            return self._streamed.state(name)
+        return dict(self.optimizer.state.get(self.trained[name], {}))
+
     def moments(self) -> dict[str, Tensor]:
         """This rank's part of AdamW's state as `<weight>:<state>`; empty before the first step."""
-        found = {}
-        for name, master in self.trained.items():
-            for key, value in self.optimizer.state.get(master, {}).items():
-                found[f"{name}:{key}"] = local(value)
-        return found
+        return {
+            f"{name}:{key}": local(value)
+            for name in self.trained
+            for key, value in self._state(name).items()
+        }
 
     def set_moments(self, stored: Mapping[str, Tensor], where: str) -> None:
         """Replace AdamW's state by one from `moments`, or reset it with nothing. Raises
-        `CheckpointError`."""
-        self.optimizer.state.clear()
+        `CheckpointError`, with the state reset."""
+        self._reset()
         if not stored:
             return
         faults = []
         for name, master in self.trained.items():
-            state: dict[str, Any] = {}
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 value = stored.get(f"{name}:{key}")
                 wanted = () if key == "step" else tuple(local(master).shape)
@@ -178,23 +261,32 @@ class Masters:
                     faults.append(f"{name}:{key} is missing")
                 elif tuple(value.shape) != wanted:
                     faults.append(f"{name}:{key} has shape {tuple(value.shape)}, not {wanted}")
-                elif key == "step":
-                    state[key] = value.to(master.device, copy=True)  # where a fused AdamW keeps it
-                else:
-                    state[key] = torch.zeros_like(master, requires_grad=False)
-                    local(state[key]).copy_(value)
-            self.optimizer.state[master] = state
         known = {f"{n}:{k}" for n in self.trained for k in ("step", "exp_avg", "exp_avg_sq")}
         faults += [f"{name} is extra" for name in sorted(set(stored) - known)]
         if faults:
-            self.optimizer.state.clear()
             raise CheckpointError(f"{where}: optimizer state does not fit: {'; '.join(faults[:8])}")
+        for name in self.trained:
+            self._set_state(
+                name, {k: stored[f"{name}:{k}"] for k in ("step", "exp_avg", "exp_avg_sq")}
+            )
 
-    def move(self, device: torch.device) -> None:
-        """Move masters that are not the model's own, and the moments."""
-        for _, master in self._copies:
-            master.data = master.data.to(device)
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if key != "step":
-                    state[key] = value.to(device)
+    def _reset(self) -> None:
+        if self._streamed is None:
+            self.optimizer.state.clear()
+            return
+        for name in self.trained:
+            self._streamed.set_state(name, {})
+
+    def _set_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+        if self._streamed is not None:
+            self._streamed.set_state(name, state)
+            return
+        master = self.trained[name]
+        held: dict[str, Any] = {}
+        for key, value in state.items():
+            if key == "step":
+                held[key] = value.to(master.device, copy=True)  # where a fused AdamW keeps it
+            else:
+                held[key] = torch.zeros_like(master, requires_grad=False)
+                local(held[key]).copy_(value)
+        self.optimizer.state[master] = held

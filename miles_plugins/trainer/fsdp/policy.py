@@ -21,6 +21,9 @@ from miles.learn.packing import Layout
 
 __all__ = ["Policy", "build", "resolve"]
 
+COMPILER = "inductor"
+"""torch.compile's back end."""
+
 
 class Policy(nn.Module):
     """A causal language model with its output head folded into the log-prob computation."""
@@ -28,6 +31,7 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.fused = False  # compiled arithmetic on logits
         head = model.get_output_embeddings()
         config = model.config
         for what, there in (
@@ -63,7 +67,18 @@ class Policy(nn.Module):
             targets_R,
             temperature=temperature,
             entropy=entropy,
+            fused=self.fused,
         )
+
+    def compile_parts(self) -> None:
+        """Compile each block, in place, and the arithmetic on tiles of logits. Attention stays
+        outside: its layout differs from row to row."""
+        register_attention(opaque=True)
+        # Layers share one code object; each kind of layer and of shape takes an entry of its own.
+        torch._dynamo.config.recompile_limit = 64
+        for block in self.blocks():
+            block.compile(backend=COMPILER)
+        self.fused = True
 
     def blocks(self) -> list[nn.Module]:
         """The decoder layers: units of sharding and of recomputation."""
@@ -78,8 +93,13 @@ def build(
     *,
     seed: int,
     recompute: bool,
+    quick: bool = True,
 ) -> Policy:
-    """Make the model in float32 on the CPU, drawn from `seed` alone when there is no directory."""
+    """Make the model in float32 on the CPU, drawn from `seed` alone when there is no directory.
+
+    With `quick` its small layers get the forms of `miles.learn.layers`, made for a CPU and no
+    compiler.
+    """
     register_attention()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
@@ -98,7 +118,8 @@ def build(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False, "preserve_rng_state": False})
-    quicken(model)
+    if quick:
+        quicken(model)
     return Policy(model)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from miles import ConfigError, Context, TrainerError
@@ -34,7 +34,7 @@ class Ranks:
     device: torch.device
     """Where this one computes."""
     mesh: DeviceMesh | None
-    """All of them in one dimension; None when alone."""
+    """All of them in one dimension, or replicas × shards in two; None when alone."""
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place, the same in every rank."""
@@ -48,11 +48,13 @@ class Ranks:
             dist.barrier()
 
 
-def join(context: Context, device: str) -> Ranks:
+def join(context: Context, device: str, *, replicas: int = 1, offload: bool = False) -> Ranks:
     """Become one of `context.world` ranks, meeting at `context.master`: a host and port, or a file.
 
-    Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when the ranks
-    cannot meet.
+    With `replicas`, that many groups of ranks hold the whole model each. With `offload`, numbers on
+    the CPU are added up too, and a single rank gets a group of its own, since FSDP offloads no
+    other way. Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when
+    the ranks cannot meet.
     """
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
@@ -60,13 +62,14 @@ def join(context: Context, device: str) -> Ranks:
     where = torch.device("cuda", context.rank % gpus) if gpus else torch.device("cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    if context.world == 1:
+    if context.world == 1 and not offload:
         return Ranks(0, 1, where, None)
     if not dist.is_initialized():
+        backend = "nccl" if where.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
-                "nccl" if where.type == "cuda" else "gloo",
-                **_meeting(context),
+                "cpu:gloo,cuda:nccl" if offload and where.type == "cuda" else backend,
+                **(_meeting(context) if context.world > 1 else {"store": dist.HashStore()}),
                 rank=context.rank,
                 world_size=context.world,
                 timeout=_timeout(context),
@@ -81,7 +84,11 @@ def join(context: Context, device: str) -> Ranks:
             f"trainer fsdp: this process is rank {dist.get_rank()} of {dist.get_world_size()} and "
             f"cannot become rank {context.rank} of {context.world}"
         )
-    mesh = init_device_mesh(where.type, (context.world,))
+    if replicas > 1:
+        sizes = (replicas, context.world // replicas)
+        mesh = init_device_mesh(where.type, sizes, mesh_dim_names=("replica", "shard"))
+    else:
+        mesh = init_device_mesh(where.type, (context.world,))
     return Ranks(context.rank, context.world, where, mesh)
 
 
@@ -107,23 +114,51 @@ def _meeting(context: Context) -> dict[str, Any]:
     return {"store": store}
 
 
-def shard(policy: nn.Module, blocks: list[nn.Module], ranks: Ranks, compute: torch.dtype) -> None:
+def shard(
+    policy: nn.Module,
+    blocks: list[nn.Module],
+    ranks: Ranks,
+    compute: torch.dtype,
+    *,
+    offload: bool = False,
+) -> None:
     """Shard each block and then the rest over the ranks, in place. Parameters stay in their type;
-    each is cast to `compute` when it is gathered, and gradients are added up in float32."""
+    each is cast to `compute` when it is gathered, and gradients are added up in float32. With
+    `offload` shards and their gradients lie in host memory, pinned where there is a GPU."""
     if ranks.mesh is None:
         return
+    more: dict[str, Any] = {}
+    if offload:
+        more["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     policy_of_types = MixedPrecisionPolicy(
         param_dtype=None if compute == torch.float32 else compute,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
     for module in (*blocks, policy):
-        fully_shard(module, mesh=ranks.mesh, mp_policy=policy_of_types)
+        fully_shard(module, mesh=ranks.mesh, mp_policy=policy_of_types, **more)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor; every rank has to ask."""
+def whole(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """The full tensor, gathered and left on `device` when one is given; every rank has to ask."""
+    if device is not None and tensor.device.type != device.type:
+        tensor = _moved(tensor, device)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, cut as it was: parameters of an offloaded model lie on the CPU while
+    their mesh is of GPUs."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(device)
+    return DTensor.from_local(
+        tensor.to_local().detach().to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ Algorithm-blind: which terms, with which weights, is in the batch. Files are in 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,32 +19,28 @@ from torch.distributed.fsdp import FSDPModule
 
 from miles import Array, Batch, Context, Term, Tokens, TrainerError, Update, choices
 from miles.learn import mismatch
-from miles.learn.attention import SHORT
-from miles.learn.packing import Layout, layout, micro_batches, prompt_families, shares, token_index
+from miles.learn.attention import choose_attention
+from miles.learn.convert import Conversion
 from miles_plugins.trainer.fsdp import state
+from miles_plugins.trainer.fsdp.evict import Eviction
 from miles_plugins.trainer.fsdp.memory import keep_freed_memory
-from miles_plugins.trainer.fsdp.optimizer import Masters, learning_rate
+from miles_plugins.trainer.fsdp.meter import Meter
+from miles_plugins.trainer.fsdp.optimizer import Away, Masters, learning_rate
+from miles_plugins.trainer.fsdp.pieces import Piece, pieces
 from miles_plugins.trainer.fsdp.policy import build, resolve
-from miles_plugins.trainer.fsdp.ranks import join, shard, whole
+from miles_plugins.trainer.fsdp.ranks import join, shard
+from miles_plugins.trainer.fsdp.speed import Cost
 
 if TYPE_CHECKING:
     from miles_plugins.trainer.fsdp import Fsdp
 
 __all__ = ["Worker"]
 
+_log = logging.getLogger(__name__)
+
+MIB = 2**18
+"""float32 elements of one."""
 SOURCES = ("current", "reference")
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One micro-batch of this rank."""
-
-    index: Array
-    """(tokens,) int64: its tokens' places in the batch."""
-    packing: Layout
-    """How they lie in one row."""
-    idle: bool
-    """Only keeps this rank in step with the others: none of its tokens count."""
 
 
 class Worker:
@@ -54,8 +50,11 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config, self.context = config, context
-        self.ranks = join(context, config.device)
-        if self.ranks.device.type == "cpu":
+        self.ranks = join(
+            context, config.device, replicas=config.replicas, offload=config.offload_parameters
+        )
+        self._gpu = self.ranks.device.type == "cuda"
+        if not self._gpu:
             keep_freed_memory()
         compute = getattr(torch, context.precision.compute)
         self.policy = build(
@@ -64,15 +63,37 @@ class Worker:
             context.model.directory(),
             seed=context.seed,
             recompute=config.activation_checkpointing,
-        ).to(self.ranks.device)
-        shard(self.policy, self.policy.blocks(), self.ranks, compute)
+            quick=not self._gpu and config.compile == "none",
+        )
+        if not config.offload_parameters:
+            self.policy.to(self.ranks.device)
+        self.cost = Cost(self.policy.model, context.model.hf_config())
+        self.way = choose_attention(
+            config.attention,
+            device=self.ranks.device,
+            dtype=compute,
+            head_dim=self.cost.head_dim,
+        )
+        if config.compile == "layers":
+            self.policy.compile_parts()
+        shard(
+            self.policy,
+            self.policy.blocks(),
+            self.ranks,
+            compute,
+            offload=config.offload_parameters,
+        )
         self.masters = Masters(
             self.policy.model,
             compute=compute,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            away=self._away(),
         )
+        self.meter = Meter(self.cost, self.ranks, compute, config.peak_tflops)
+        self.eviction = Eviction()
+        self.conversion = Conversion(self.policy.model)
         torch.manual_seed(context.seed)
         budget = context.precision.budget
         self.limits = mismatch.Limits(
@@ -86,10 +107,22 @@ class Worker:
         self.stage_step = 0
         self.reference: dict[str, Tensor] | None = None
 
+    def _away(self) -> Away | None:
+        """Where optimizer state is kept, unless it stays on the device."""
+        config = self.config
+        if config.optimizer_state == "resident":
+            return None
+        directory = None
+        if config.optimizer_state == "disk":
+            directory = Path(config.optimizer_dir or self.context.directory / "optimizer")
+        return Away(self.ranks.device, config.optimizer_bucket_mb * MIB, directory)
+
     # ------------------------------------------------------------ one step
 
     def step(self, batch: Batch) -> Update:
         """See `Fsdp.step`."""
+        self._refuse_asleep("step")
+        self.meter.begin()
         self.masters.drop_gradients()  # a step that failed may have left some
         tokens = batch.tokens
         loss_T = np.zeros(len(tokens.tokens), np.bool_)
@@ -126,6 +159,7 @@ class Worker:
             metrics["entropy"] = entropy / measured
         if self.limits.action == "mask" and "mismatch/tokens" in metrics:
             metrics["mismatch/masked"] = masked
+        metrics.update(self.meter.end(self.masters.streamed))
         return Update(version=self.version, metrics=metrics, warnings=warnings)
 
     def _accumulate(
@@ -158,6 +192,7 @@ class Worker:
                 if part is not None:
                     sums[place] += part.detach()
                     loss = part if loss is None else loss + part
+            self.meter.add(piece, len(rows))
             if loss is not None:
                 # FSDP averages gradients over ranks; the step's loss is their sum.
                 (loss * self.ranks.world if self.ranks.world > 1 else loss).backward()
@@ -224,30 +259,19 @@ class Worker:
 
     # ------------------------------------------------------------ forward
 
-    def _pieces(self, tokens: Tokens) -> Iterator[_Piece]:
-        """This rank's micro-batches, as many as any rank has: in FSDP all gather and reduce
-        together."""
-        lengths_S, budget = tokens.lengths, self.config.micro_batch_tokens
-        families_S, prompts_S = prompt_families(tokens.tokens, lengths_S, tokens.sampled)
-        if not self.config.share_prompts:
-            families_S = np.arange(len(lengths_S))
-        dealt = shares(lengths_S, self.ranks.world)
-        cut = [micro_batches(lengths_S[own], budget, families_S[own]) for own in dealt]
-        own, mine = dealt[self.ranks.rank], cut[self.ranks.rank]
-        idle = max(map(len, cut)) - len(mine)
-        shortest = np.argmin(lengths_S, keepdims=True)
-        for samples in (*(own[chosen] for chosen in mine), *[shortest] * idle):
-            packing = layout(
-                lengths_S[samples],
-                self.ranks.device,
-                families_S=families_S[samples],
-                prompts_S=prompts_S[samples],
-                trim=SHORT if self.ranks.device.type == "cpu" else 0,
-            )
-            yield _Piece(token_index(lengths_S, samples), packing, idle=samples is shortest)
+    def _pieces(self, tokens: Tokens) -> Iterator[Piece]:
+        """This rank's micro-batches."""
+        return pieces(
+            tokens,
+            self.ranks,
+            budget=self.config.micro_batch_tokens,
+            share_prompts=self.config.share_prompts,
+            way=self.way,
+            cost=self.cost if self.config.balance == "flops" else None,
+        )
 
     def _forward(
-        self, tokens: Tokens, piece: _Piece, rows: Array, entropy: bool
+        self, tokens: Tokens, piece: Piece, rows: Array, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ids = tokens.tokens[piece.index].astype(np.int64)
         return self.policy(
@@ -272,6 +296,7 @@ class Worker:
     @torch.no_grad()
     def logprobs(self, tokens: Tokens, source: str) -> Array:
         """See `Fsdp.logprobs`."""
+        self._refuse_asleep("logprobs")
         if source not in SOURCES:
             raise TrainerError(f"log-probs of {source!r}: {choices(source, SOURCES)}")
         if source == "current":
@@ -317,34 +342,43 @@ class Worker:
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """See `Fsdp.export`."""
+        self._refuse_asleep("export")
         dtype = getattr(torch, self.context.precision.export)
-        for name, master in self.masters.named.items():
-            full = whole(master).detach()
-            yield name, full.to(dtype) if full.is_floating_point() else full
+        weights = self.masters.exported(dtype, self.ranks.device)
+        yield from self.conversion.stream(weights, dtype=dtype)
 
     def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Fsdp.save`."""
+        self._refuse_asleep("save")
         state.save(self, directory, weights_only=weights_only)
 
     def load(self, directory: Path, *, weights_only: bool) -> None:
         """See `Fsdp.load`."""
+        self._refuse_asleep("load")
         state.load(self, directory, weights_only=weights_only)
 
     def sleep(self) -> None:
         """See `Fsdp.sleep`."""
         self.masters.drop_gradients()
-        self._move(torch.device("cpu"))
-        if self.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        to = self.config.sleep_to
+        if self.eviction.asleep or to == "none" or (to == "auto" and not self._gpu):
+            return
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()
+        held = (*self.policy.buffers(), *self.masters.tensors(), *(self.reference or {}).values())
+        self.meter.left = self.eviction.leave(held, self.ranks.device)
+        _log.info(
+            "asleep: %.2f GB left %s in %.2f s",
+            self.meter.left.bytes / 1e9,
+            self.ranks.device,
+            self.meter.left.seconds,
+        )
 
     def wake(self) -> None:
         """See `Fsdp.wake`."""
-        self._move(self.ranks.device)
+        if self.eviction.asleep:
+            self.meter.returned = self.eviction.come_back(self.ranks.device)
 
-    def _move(self, device: torch.device) -> None:
-        if self.ranks.device.type == "cpu":
-            return
-        self.policy.to(device)
-        self.masters.move(device)
-        if self.reference is not None:
-            self.reference = {name: t.to(device) for name, t in self.reference.items()}
+    def _refuse_asleep(self, what: str) -> None:
+        if self.eviction.asleep:
+            raise TrainerError(f"trainer fsdp: {what} was asked of a trainer asleep; wake it first")

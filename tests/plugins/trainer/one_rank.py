@@ -1,13 +1,15 @@
 """One rank of a small training job, for tests.
 
-    python one_rank.py RANK WORLD MASTER DIRECTORY PRECISION DEVICE
+    python one_rank.py RANK WORLD MASTER DIRECTORY PRECISION DEVICE [FIELDS]
 
+FIELDS is JSON, more of the trainer's Config.
 Takes three steps, of which the last has fewer samples than there are ranks, saves, loads, takes one
 more, and writes what it saw to `rank_<r>_of_<world>.npz` below the directory.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -33,14 +35,29 @@ def batch(samples):
     return Batch(tokens=tokens, terms=(nll, spread))
 
 
-def main(rank: str, world: str, master: str, directory: str, precision: str, device: str) -> None:
+def measured(update):
+    """Its metrics, without those of the clock."""
+    return {n: v for n, v in update.metrics.items() if not n.startswith("trainer/")}
+
+
+def main(
+    rank: str,
+    world: str,
+    master: str,
+    directory: str,
+    precision: str,
+    device: str,
+    fields: str = "{}",
+) -> None:
     """Run one rank."""
     settings = Settings()
     around = context(directory)
     shape = Qwen3.Config(hidden_size=32, intermediate_size=48)
     recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
 
-    def build(seed=0):
+    more = {"workers": int(world), "sleep_to": "host", **json.loads(fields)}
+
+    def build(seed=0, **changes):
         return Fsdp(
             Fsdp.Config(
                 lr=1e-2,
@@ -49,6 +66,7 @@ def main(rank: str, world: str, master: str, directory: str, precision: str, dev
                 grad_clip=0.5,
                 micro_batch_tokens=24,
                 activation_checkpointing=precision == "bf16",
+                **{**more, **changes},
             ),
             context(
                 directory,
@@ -74,14 +92,15 @@ def main(rank: str, world: str, master: str, directory: str, precision: str, dev
     resumed.sleep()
     resumed.wake()
     again = resumed.step(batch(samples))
-    assert again.metrics == updates[-1].metrics, (again, updates[-1])
+    assert resumed._worker.meter.returned.bytes > 0
+    assert measured(again) == measured(updates[-1]), (again, updates[-1])
     assert (resumed.logprobs(flatten(samples), "reference") == first).all()
     weights = {name: tensor.float().cpu().clone() for name, tensor in resumed.export()}
     for name, tensor in trainer.export():
         assert torch.equal(tensor.float().cpu(), weights[name]), name
     found = {f"weight/{name}": tensor.numpy() for name, tensor in weights.items()}
     for number, update in enumerate(updates):
-        found |= {f"{number}/{name}": np.array(v) for name, v in update.metrics.items()}
+        found |= {f"{number}/{name}": np.array(v) for name, v in measured(update).items()}
     found["logprobs"] = resumed.logprobs(flatten(samples), "current")
     found["reference"] = first
     np.savez(Path(directory) / f"rank_{rank}_of_{world}.npz", **found)
