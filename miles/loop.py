@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from miles.batch import Batch, Receipt, Update
@@ -161,7 +162,8 @@ async def produce(run: Run) -> None:
                 run.buffer.close()
                 return
             task = tasks.create_task(_bring_back(run, lease), name=f"group {lease.id}")
-            run.buffer.start(lease, task.cancel)
+            # soon, as a task that is cancelled before it began brings nothing back
+            run.buffer.start(lease, partial(asyncio.get_running_loop().call_soon, task.cancel))
             run.hook.group_started(group=lease.id, task=lease.task)
 
 

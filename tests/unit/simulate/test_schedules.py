@@ -144,6 +144,11 @@ def _built(settings: Settings, keys: Keys, **more: Any) -> Simulation:
     return parts.simulation(keys, **more, **named)
 
 
+def test_schedule_a_group_that_is_doomed_before_it_began_comes_back() -> None:
+    """It was cancelled before its task ran, and stayed in flight for ever."""
+    play(1177)
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_schedule_keeps_accounts_lag_and_places_whatever_happens(block: int) -> None:
     for seed in range(block * 25, block * 25 + 25):
