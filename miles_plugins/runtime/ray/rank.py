@@ -20,6 +20,7 @@ from miles_plugins.runtime.ray.layout import Node
 __all__ = ["Rank", "RayHandle"]
 
 _WORD_S = 1.0  # for the actor, or Ray, to say how a worker ended
+_LOST_S = 0.2  # for the end of a connection to be seen here
 _ANSWER_S = 5.0  # for an actor to do what takes no time
 
 
@@ -42,7 +43,7 @@ class Rank:
         """Address at which what is started beside the worker may listen."""
         self.devices: str | None = None
         """Its CUDA_VISIBLE_DEVICES."""
-        self.caller = Caller(name, self._dead)
+        self.caller = Caller(name, self.gone)
         self._cluster = cluster
         self._log = log
         self._stopping = False
@@ -97,7 +98,7 @@ class Rank:
     ) -> Any:
         """See `miles.Handle`."""
         if self._stopping:
-            raise self._dead(f"cannot call {target}")
+            raise self.gone(f"cannot call {target}")
         try:
             return await self.caller.call(target, args, kwargs, timeout)
         except TimeoutError:
@@ -109,7 +110,8 @@ class Rank:
             error.add_note(f"raised in {self.title}")
             raise
 
-    def _dead(self, what: str) -> WorkerError:
+    def gone(self, what: str) -> WorkerError:
+        """The error of a worker that `what`, with how it ended and the end of its log."""
         state, tail = self._how_it_ended()
         error = WorkerError(f"{self.title}: the worker process {what} ({state}); see {self._log}")
         if tail:
@@ -205,7 +207,15 @@ class RayHandle:
     ) -> list[Any]:
         """See `miles.Handle`."""
         calls = [rank.call(target, *args, timeout=timeout, **kwargs) for rank in self.ranks]
-        return list(await asyncio.gather(*calls))
+        try:
+            return list(await asyncio.gather(*calls))
+        except MilesError as error:
+            await asyncio.sleep(_LOST_S)
+            # of ranks that work together, the others fail because one is gone
+            for rank in self.ranks:
+                if rank.caller.lost:
+                    raise rank.gone(f"ended during {target}") from error
+            raise
 
     def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
         """See `miles.Handle`."""
