@@ -367,7 +367,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
     finally:
         run.kill()
         run.wait()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 90  # Ray's own agents first look for their head for a minute
     while left := [number for number in started if alive(number)]:
         assert time.monotonic() < until, f"{left} outlived their driver"
         time.sleep(0.1)
