@@ -212,7 +212,8 @@ def load(worker: Worker, directory: Path, *, weights_only: bool) -> None:
         parts = {name: tuple(local(m).shape) for name, m in masters.named.items()}
         reference = _part(own, "reference/")
         check_names(where, {name: tuple(t.shape) for name, t in reference.items()}, parts)
-        worker.reference = {name: t.to(ranks.device) for name, t in reference.items()}
+        # A copy: what safetensors made cannot be emptied when the trainer sleeps.
+        worker.reference = {n: t.to(ranks.device, copy=True) for n, t in reference.items()}
     torch.set_rng_state(own["random/cpu"])
     if "random/cuda" in own and ranks.device.type == "cuda":
         torch.cuda.set_rng_state(own["random/cuda"], ranks.device)
