@@ -47,7 +47,7 @@ def _sum(tensor: Tensor) -> Tensor:
         keys = torch.arange(1, size + 1, device=words.device) * _signed(_GOLDEN)
         _keys[words.device] = keys
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for index, part in enumerate(words.split(size)):
+    for index, part in enumerate(torch.split(words, size)):
         mixed = keys[: part.numel()] + _signed(_GOLDEN * index * size)
         mixed ^= part
         mixed *= _signed(_FIRST)
