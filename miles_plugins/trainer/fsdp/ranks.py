@@ -5,6 +5,7 @@ One rank has no process group at all, and every function here is then the identi
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +75,7 @@ def join(context: Context, device: str, *, replicas: int = 1, offload: bool = Fa
                 world_size=context.world,
                 timeout=_timeout(context),
             )
+            atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
             raise TrainerError(
                 f"trainer fsdp: rank {context.rank} of {context.world} could not meet the "
@@ -90,6 +92,12 @@ def join(context: Context, device: str, *, replicas: int = 1, offload: bool = Fa
     else:
         mesh = init_device_mesh(where.type, (context.world,))
     return Ranks(context.rank, context.world, where, mesh)
+
+
+def _leave() -> None:
+    """Or the group's threads, still running as the interpreter ends, may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _timeout(context: Context) -> timedelta:

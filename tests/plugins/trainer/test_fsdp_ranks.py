@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import socket
 import subprocess
@@ -24,7 +25,7 @@ def run_alone(directory, precision, device):
     return dict(np.load(directory / "rank_0_of_1.npz"))
 
 
-def run(directory, world, precision, device):
+def run(directory, world, precision, device, fields="{}"):
     """Run `world` ranks to the end; what each of them saw."""
     master = f"file://{directory}/meeting"
     processes = [
@@ -32,7 +33,7 @@ def run(directory, world, precision, device):
             [
                 sys.executable,
                 str(SCRIPT),
-                *map(str, (rank, world, master, directory, precision, device)),
+                *map(str, (rank, world, master, directory, precision, device, fields)),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,6 +76,34 @@ def check(directory, precision, device):
             compare(name, found[name], value, precision)
     for name, value in both[0].items():
         np.testing.assert_array_equal(both[1][name], value, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"replicas": 2},
+        {"offload_parameters": True},
+        {"offload_parameters": True, "optimizer_state": "host"},
+        {"optimizer_state": "disk", "balance": "tokens"},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_two_ranks_with_memory_elsewhere_or_replicas_equal_two_that_shard(tmp_path, fields):
+    """Bit for bit where nothing is added up in another order; with sleep, resume and a bf16
+    forward."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "other").mkdir()
+    plain = run(tmp_path / "plain", 2, "bf16", "cpu")
+    other = run(tmp_path / "other", 2, "bf16", "cpu", json.dumps(fields))
+    exact = "replicas" not in fields and "balance" not in fields
+    for found, expected in zip(other, plain, strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if exact:
+                np.testing.assert_array_equal(found[name], value, err_msg=name)
+            else:
+                compare(name, found[name], value, "bf16")
 
 
 def test_ranks_that_cannot_meet_say_where(tmp_path):
