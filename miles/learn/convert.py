@@ -59,7 +59,8 @@ class Conversion:
     def _reverted(self, name: str, tensor: Tensor) -> dict[str, Any]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        found: dict[str, Any] = revert_weight_conversion(self._module, {name: tensor})
+        # any module carries the conversions that apply to it
+        found: dict[str, Any] = revert_weight_conversion(self._module, {name: tensor})  # type: ignore[arg-type]
         return found
 
 
