@@ -397,7 +397,7 @@ def test_generic_encodes_lone_surrogates_as_question_marks(byte_level):
 def test_generic_refuses_what_is_nested_too_deep_to_be_written(qwen3, tmp_path):
     tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
     deep = []
-    for _ in range(5000):
+    for _ in range(200_000):
         deep = [deep]
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": deep}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
