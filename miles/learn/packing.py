@@ -218,6 +218,47 @@ class Layout:
     """Instead of buckets, for ways that need no padding."""
 
 
+def _prompts_apart(
+    starts_S: np.ndarray,
+    lengths_S: np.ndarray,
+    owner_S: np.ndarray,
+    borrowed_S: np.ndarray,
+    prompts_S: np.ndarray,
+) -> list[_Rows]:
+    """Each lent prompt once, and the samples without the queries of theirs."""
+    lender_S = np.unique(owner_S[borrowed_S > 0])
+    skip_S = np.where(np.isin(owner_S, lender_S), prompts_S, 0)
+    zeros = np.zeros_like(lender_S)
+    return [
+        _Rows(starts_S[lender_S], prompts_S[lender_S], zeros, zeros),
+        _Rows(starts_S, lengths_S, skip_S, skip_S),
+    ]
+
+
+def _padded(
+    parts: list[_Rows], place: np.ndarray, tokens: int, device: torch.device | str
+) -> tuple[list[Bucket], list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Buckets of what attends, and `Layout`'s queries (a part a bucket), keys and pick."""
+    buckets, queries, keys = [], [], []
+    pick = np.empty(tokens, np.int64)
+    places = 0
+    for part in parts:
+        for a, b in _runs(part.length.tolist()):
+            start, length, skip = (x[a:b, None] for x in (part.start, part.length, part.skip))
+            width, count = int(length.max()), max(1, int((length - skip).max()))
+            # A padded place repeats the last token: it lies after every real one, so causality
+            # hides it.
+            at = np.minimum(skip + np.arange(count), length - 1)
+            queries.append(place[(start + at).ravel()])
+            keys.append(place[(start + np.minimum(np.arange(width), length - 1)).ravel()])
+            own = (at >= part.own[a:b, None]) & (skip + np.arange(count) < length)
+            pick[place[(start + at)[own]]] = places + np.flatnonzero(own)
+            places += own.size
+            where = torch.from_numpy(at).to(device) if skip.any() else None
+            buckets.append(Bucket(rows=b - a, width=width, queries=count, at=where))
+    return buckets, queries, keys, pick
+
+
 def layout(
     lengths_S: np.ndarray,
     device: torch.device | str = "cpu",
@@ -265,34 +306,11 @@ def layout(
             way=way,
             stretches=_stretches(lengths_S, borrowed_S, place if shared else None, device),
         )
-    # What attends: each sample; where queries are trimmed, each prompt once, samples without it.
     parts = [_Rows(starts_S, lengths_S, np.zeros_like(lengths_S), borrowed_S)]
     if prompts_S is not None and shared and int(lengths_S.max()) <= trim:
-        lender_S = np.unique(owner_S[borrowed_S > 0])
-        skip_S = np.where(np.isin(owner_S, lender_S), prompts_S, 0)
-        zeros = np.zeros_like(lender_S)
-        parts = [
-            _Rows(starts_S[lender_S], prompts_S[lender_S], zeros, zeros),
-            _Rows(starts_S, lengths_S, skip_S, skip_S),
-        ]
-    buckets, queries, keys = [], [], []
-    pick = np.empty(len(source), np.int64)
-    places = 0
-    for part in parts:
-        for a, b in _runs(part.length.tolist()):
-            start, length, skip = (x[a:b, None] for x in (part.start, part.length, part.skip))
-            width, count = int(length.max()), max(1, int((length - skip).max()))
-            # A padded place repeats the last token: it lies after every real one, so causality
-            # hides it.
-            at = np.minimum(skip + np.arange(count), length - 1)
-            queries.append(place[(start + at).ravel()])
-            keys.append(place[(start + np.minimum(np.arange(width), length - 1)).ravel()])
-            own = (at >= part.own[a:b, None]) & (skip + np.arange(count) < length)
-            pick[place[(start + at)[own]]] = places + np.flatnonzero(own)
-            places += own.size
-            where = torch.from_numpy(at).to(device) if skip.any() else None
-            buckets.append(Bucket(rows=b - a, width=width, queries=count, at=where))
-    plain = places == total and not shared
+        parts = _prompts_apart(starts_S, lengths_S, owner_S, borrowed_S, prompts_S)
+    buckets, queries, keys, pick = _padded(parts, place, len(source), device)
+    plain = sum(map(len, queries)) == total and not shared
 
     def tensor(parts: list[np.ndarray]) -> Tensor | None:
         return None if plain else torch.from_numpy(np.concatenate(parts)).to(device)
