@@ -39,7 +39,7 @@ class DeltaSender(SnapshotSender):
         self._last: dict[str, torch.Tensor] = {}
         self._base = ""  # the digest of `_last`
 
-    def base(self) -> str:
+    def holds(self) -> str:
         """Digest of the weights that a difference would be against; empty when there are none."""
         return self._base
 
@@ -147,7 +147,7 @@ class DeltaReceiver:
         self._new: Path | None = None
         _clear_dead(local)
 
-    def base(self) -> str:
+    def holds(self) -> str:
         """Digest of the snapshot that is held; empty when there is none."""
         return self._base
 

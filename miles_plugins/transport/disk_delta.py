@@ -131,8 +131,8 @@ class DiskDelta:
     async def _lacking(self, trainer: Handle, engines: Sequence[Handle]) -> bool:
         """Whether somebody has not the base that the others have; says so, but for the first
         time."""
-        ours = (await trainer.call_all("sender.base"))[0]
-        theirs = [a[0] for a in await everywhere(engines, "disk_delta", "receiver.base")]
+        ours = (await trainer.call_all("sender.holds"))[0]
+        theirs = [a[0] for a in await everywhere(engines, "disk_delta", "receiver.holds")]
         lack = [e.name for e, base in zip(engines, theirs, strict=True) if not base or base != ours]
         if not ours:
             lack = [trainer.name]
