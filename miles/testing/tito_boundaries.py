@@ -56,7 +56,10 @@ def _cut(handler: Tito, talk: Talk, before: Played, after: Played, size: int) ->
     for token in head:
         if int(token) in handler.stop_ids:
             text = text.replace(handler.decode(np.array([token], np.int32)), "", 1)
-    if stops != 1 or text.replace("</think>", "").replace("<|end_message|>", "").strip():
+    marks = ("</think>", "<|end_message|>", *(() if size else ("<think>",)))  # an empty thought
+    for mark in marks:
+        text = text.replace(mark, "")
+    if stops != 1 or text.strip():
         return f"the turn is closed by {handler.decode(head)!r}"
     return ""
 
