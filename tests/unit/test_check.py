@@ -14,6 +14,26 @@ from miles.config import compose
 from miles.plugins import Registry
 
 KEYS = ("experiment=grpo", "tito=bytes")
+ENGINE_IN_ROLLOUTS = '''
+from dataclasses import dataclass
+
+
+class Apart:
+    """Samples in rollout workers."""
+
+    samples = True
+    process = "rollout"
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        """Nothing."""
+
+    def __init__(self, config, context):
+        pass
+
+
+miles_components = {"engine": {"apart": Apart}}
+'''
 
 
 def found(*overrides: str, **more) -> str:
@@ -269,12 +289,21 @@ def test_registry_of_the_plan_is_the_one_checked(install, component):
         ("engine=demonstration", "algorithm 'grpo': compares what the policy sampled, but the en"),
         ("samples_per_group=1", r"samples_per_group (1) must be at least 2"),
         ("engine.max_len=8", "do not fit engine.max_len of 8"),
-        ("engine=sglang", "'sglang' samples in rollout workers, where no transport brings weights"),
+        ("engine=sglang", "has no SGLang installed; it lives in an environment of its own"),
     ],
 )
 def test_check_finds_what_a_run_would_stumble_over(override, words):
     faults = "\n".join(check(compose(["experiment=grpo", override])).faults)
     assert words in faults
+
+
+def test_check_refuses_an_engine_that_no_transport_reaches(tmp_path):
+    (tmp_path / "apart.py").write_text(ENGINE_IN_ROLLOUTS)
+    words = [f"plugins=[{tmp_path}/apart.py]", "experiment=grpo", "engine=apart"]
+    faults = "\n".join(check(compose(words)).faults)
+    assert "'apart' samples in rollout workers, where no transport brings weights" in faults
+    faults = "\n".join(check(compose([*words, "evaluator=fleet"])).faults)
+    assert "evaluator 'fleet' loads engines of its own from snapshots, and engine 'apart'" in faults
 
 
 def test_check_refuses_conversations_that_cannot_go_through_the_session_server():

@@ -157,11 +157,3 @@ def test_check_tells_what_is_wrong_with_sets_before_anything_starts() -> None:
     assert "evaluator 'shared': sets.a.taks: there is no such key" in text
     assert not faults_of("evaluator=fleet", "evaluator.sets.a={environment: {name: arithmetic}}")
     assert "a value is required" in faults_of("evaluator=external")
-
-
-def test_check_refuses_a_fleet_of_engines_that_cannot_be_loaded() -> None:
-    text = faults_of(
-        "evaluator=fleet", "stages.grpo.engine=sglang", "engine.url=http://127.0.0.1:1"
-    )
-    said = "evaluator 'fleet' loads engines of its own from snapshots, and engine 'sglang' cannot"
-    assert said in text
