@@ -17,7 +17,8 @@ from miles.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PLUGINS.md")
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PLUGINS.md", *DOCS)
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 COMMANDS = [
@@ -27,6 +28,17 @@ COMMANDS = [
     if line.startswith("miles ")
 ]
 TRAINING = [words for words in COMMANDS if words[0] == "run"]
+
+
+def told(page: str) -> list[list[str]]:
+    """Runs that a page shows, of components that come with miles, as lists of overrides."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+    fenced = "\n".join(block for language, block in blocks if language in ("", "bash"))
+    inline = "\n".join(re.findall(r"`(miles run [^`]+)`", text))
+    lines = re.findall(r"\bmiles (?:run|check) (.+)$", f"{fenced}\n{inline}", re.MULTILINE)
+    words = [[w for w in shlex.split(x, comments=True) if w != "..."] for x in lines]
+    return [some for some in words if not any(w.startswith(("plugins=", "resume=")) for w in some)]
 
 
 def asked() -> list[Requirement]:
@@ -75,6 +87,19 @@ def test_readme_run_command_composes(
     assert main(["show", *overrides]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("page", "words"), [(page, words) for page in DOCS for words in told(page)], ids=str
+)
+def test_command_of_a_page_composes(
+    page: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *words]) == 0, f"{page}: {capsys.readouterr().err}"
+
+
+def test_readme_names_every_page_of_the_docs() -> None:
+    assert [page for page in DOCS if f"]({page})" not in README] == []
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_readme_command_is_one_that_miles_has(
     words: list[str], capsys: pytest.CaptureFixture[str]
@@ -110,7 +135,8 @@ def test_readme_plugin_learns_by_the_command_given(plugin: Path) -> None:
 def test_page_links_to_files_that_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [x for x in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in x]
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    folder = (ROOT / page).parent
+    assert [link for link in links if not (folder / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -87,8 +87,8 @@ class Sglang:
         skip_tokenizer: bool = True
         """Only token ids pass; images need a tokenizer and a processor, and false."""
         speculative: Mapping[str, Any] = field(default_factory=dict)
-        """Speculative decoding: SGLang's flags without `speculative_`, such as `algorithm`,
-        `num_steps`, `draft_model_path`."""
+        """Speculative decoding: SGLang's flags without `speculative_`, such as `algorithm` and
+        `num_steps`; drafts inside the checkpoint only."""
         flags: Mapping[str, Any] = field(default_factory=dict)
         """More flags of `sglang.launch_server`, such as `attention_backend: triton`."""
         environment: Mapping[str, str] = field(default_factory=dict)
