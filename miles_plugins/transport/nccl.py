@@ -80,6 +80,9 @@ class Nccl(Bucketed):
                 faults.append(
                     f"{kind}.device is cpu, and NCCL moves between GPUs; use transport.backend=gloo"
                 )
+        runtime = planned.specs.get("runtime")
+        if runtime is not None and runtime.name != "local":
+            return faults  # it counts the GPUs of all machines
         servers = int(engine.get("workers", 1)) * int(engine.get("tp", 1))
         wanted = int(trainer.get("workers", 1)) + servers
         present = gpus_here()

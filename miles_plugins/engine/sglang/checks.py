@@ -157,6 +157,10 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     except ConfigError as error:
         yield str(error).removeprefix("engine sglang: ")
     servers = config.workers + _fleet(planned)
+    runtime = planned.specs.get("runtime")
+    if isinstance(runtime, Spec) and runtime.name != "local":
+        yield from _placed_faults(config, runtime)  # it knows which machines there are
+        return
     if config.port:
         for port in range(config.port, config.port + servers):
             if fault := server.port_fault("127.0.0.1", port):
@@ -180,6 +184,18 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
             f"{where} offer {room * shared / 2**30:.1f} GiB (memory_fraction "
             f"{config.memory_fraction or 0.9:g}); take a larger engine.tp"
         )
+
+
+def _placed_faults(config: Any, runtime: Spec) -> Iterator[str]:
+    """What a runtime that reserves GPUs for every engine worker must be told."""
+    each = command.devices(config)
+    if config.device != "cuda":
+        return
+    if config.first_gpu:
+        yield f"first_gpu is {config.first_gpu}, and runtime={runtime.name} chooses the GPUs"
+    gpus = dict(runtime.config.get("engine") or {}).get("gpus")
+    if (1 if gpus is None else gpus) != each:
+        yield f"one server takes {each} GPUs; say so: runtime.engine.gpus={each}"
 
 
 def _gpu_faults(config: Any, gpus: Sequence[fitting.Gpu], servers: int) -> Iterator[str]:

@@ -80,7 +80,8 @@ def flag_faults(config: Any) -> list[str]:
 
 def flags(config: Any, **given: Any) -> dict[str, Any]:
     """Every flag of a server by its name with underscores. `given` are those that a run decides:
-    `model_path`, `dtype`, `port`, `slot`, `experts`, `memory_saver`, `in_place`."""
+    `model_path`, `dtype`, `port`, `slot`, `seed`, `experts`, `memory_saver`, `in_place`, and
+    `shown`: how many GPUs its worker sees, None for all of the machine."""
     slot = int(given["slot"])
     made: dict[str, Any] = {
         "model_path": given["model_path"],
@@ -102,7 +103,8 @@ def flags(config: Any, **given: Any) -> dict[str, Any]:
     if config.dp > 1:
         made |= {"dp_size": config.dp, "enable_dp_attention": config.dp_attention}
     if config.device != "cpu":
-        made["base_gpu_id"] = config.first_gpu + slot * devices(config)
+        reserved = given["shown"] == devices(config)  # by a runtime, or there are no others
+        made["base_gpu_id"] = 0 if reserved else config.first_gpu + slot * devices(config)
     if config.device == "cpu":
         made |= dict(_ON_CPU)
     if given["in_place"]:
@@ -110,7 +112,8 @@ def flags(config: Any, **given: Any) -> dict[str, Any]:
         made["disable_overlap_schedule"] = True
     made |= {f"speculative_{name}": value for name, value in config.speculative.items()}
     own = {name.replace("-", "_").lstrip("_"): value for name, value in config.flags.items()}
-    return {name: value for name, value in {**made, **own}.items() if value not in (None, False)}
+    # 0 is a value, as of a seed
+    return {k: v for k, v in {**made, **own}.items() if v is not None and v is not False}
 
 
 def arguments(python: str, chosen: Mapping[str, Any]) -> list[str]:

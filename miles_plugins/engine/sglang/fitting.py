@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Gpu", "gpus", "memory", "parameters", "weight_bytes"]
+__all__ = ["Gpu", "gpus", "memory", "parameters", "shown", "weight_bytes"]
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 
@@ -27,7 +27,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """What `nvidia-smi` lists; none where it is not there."""
+    """What `nvidia-smi` lists, as many as this process is shown; none where it is not there."""
     ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
@@ -38,7 +38,13 @@ def gpus() -> list[Gpu]:
         name, _, size = line.rpartition(",")
         if size.strip().isdecimal():
             found.append(Gpu(name=name.strip(), total=int(size) << 20))
-    return found
+    return found[: shown()]
+
+
+def shown() -> int | None:
+    """GPUs that `CUDA_VISIBLE_DEVICES` shows to this process and its children; None is all."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else len([one for one in given.split(",") if one.strip()])
 
 
 def memory() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from miles import ConfigError, Context
-from miles_plugins.engine.sglang import command
+from miles_plugins.engine.sglang import command, fitting
 from miles_plugins.engine.sglang.server import Server, free_port, installed, write_json
 
 __all__ = ["key_of", "model_folder", "start"]
@@ -60,6 +60,7 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
         experts=settings.session.experts,
         memory_saver=settings.placement == "colocated" and config.device != "cpu",
         in_place=settings.pause == "in_place",
+        shown=fitting.shown(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     return Server(

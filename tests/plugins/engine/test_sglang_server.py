@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles import ConfigError, Context, EngineError, Settings
+from miles import ConfigError, Context, EngineError, Settings, Spec
 from miles_plugins.engine.sglang import Sglang, checks, command, facts, fitting
 
 PROGRAM = textwrap.dedent(
@@ -232,7 +232,7 @@ def test_no_sglang_installed_is_one_clear_error(around):
 def _flags(config, **more):
     given = {
         "model_path": "m", "dtype": "bfloat16", "port": 1, "slot": 0, "seed": 5,
-        "experts": False, "memory_saver": False, "in_place": False, **more,
+        "experts": False, "memory_saver": False, "in_place": False, "shown": None, **more,
     }  # fmt: skip
     return command.arguments("py", command.flags(config, **given))
 
@@ -359,6 +359,39 @@ def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypa
     assert "3 servers of 2 GPUs from GPU 1 on need 7 GPUs, and there are 4" in text
     monkeypatch.setattr(fitting, "memory", lambda: 16 << 30)
     assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
+
+
+def test_zero_is_the_value_of_a_flag():
+    config = Sglang.Config(flags={"decode_log_interval": 0, "disable_radix_cache": False})
+    said = " ".join(_flags(config, seed=0))
+    assert "--random-seed 0" in said
+    assert "--decode-log-interval 0" in said
+    assert "radix" not in said
+
+
+def test_second_server_takes_the_gpus_that_a_runtime_reserved_for_it(monkeypatch):
+    config = Sglang.Config(tp=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert "--base-gpu-id 0" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5")
+    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+
+
+def test_check_leaves_gpus_of_other_machines_to_the_runtime(python, monkeypatch):
+    monkeypatch.setattr(fitting, "gpus", lambda: [])
+
+    def said(config, **engine):
+        planned = _planned()
+        planned.specs["runtime"] = Spec(kind="runtime", name="ray", config={"engine": engine})
+        return checks.check(Sglang, config, planned)
+
+    cuda = replace(_config(python), device="cuda", tp=2)
+    assert said(cuda, gpus=2) == []
+    assert said(cuda) == ["one server takes 2 GPUs; say so: runtime.engine.gpus=2"]
+    (fault,) = said(replace(cuda, first_gpu=4), gpus=2)
+    assert fault == "first_gpu is 4, and runtime=ray chooses the GPUs"
 
 
 def test_check_names_ports_experts_and_urls(python):

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles import ConfigError, Context, WeightSyncError
+from miles import ConfigError, Context, Spec, WeightSyncError
 from miles.testing import FakeHandle
 from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender
 from miles_plugins.transport.disk import Disk
+from miles_plugins.transport.handles import IpcSender
 from miles_plugins.transport.ipc import Ipc
 from miles_plugins.transport.nccl import Nccl, gpus_here
 from miles_plugins.transport.snapshot import SnapshotReceiver, SnapshotSender
@@ -235,6 +237,52 @@ def test_engine_that_dies_in_the_group_is_an_error_and_no_hang(tmp_path):
     assert time.monotonic() - began < 20
 
 
+def test_place_where_the_sides_meet_is_closed_to_other_addresses(tmp_path):
+    how = {"backend": "gloo", "timeout_s": 5.0, "directory": tmp_path, "model": None}
+    sender = BroadcastSender(Trainer(), rank=0, bucket_bytes=4000, **how)
+    port = sender.open("127.0.0.1", "group", 2)
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    with pytest.raises(ConnectionRefusedError):  # what listens everywhere is here as well
+        socket.create_connection(("127.0.0.2", port), 5.0)
+    with pytest.raises(WeightSyncError, match=r"cannot listen at 192\.0\.2\.1"):
+        sender.open("192.0.2.1", "group", 2)
+
+
+def test_uses_of_gpu_memory_by_handles_that_nobody_opened_end(tmp_path, monkeypatch):
+    ended = []
+    release = lambda *use: ended.append(use)  # noqa: E731
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
+    how = {"rank": 0, "bucket_bytes": 4000, "directory": tmp_path, "model": None}
+    sender = IpcSender(Trainer(), **how)
+    sender.fill(0, True, native=True)
+    sender.finish()
+    assert not ended  # only a GPU's memory has uses that are counted
+    sender._uses += [(b"/torch_1_2", 7)]
+    sender.give_up()  # somebody may still read it
+    assert not ended
+    sender.finish()
+    sender.finish()
+    assert ended == [(b"/torch_1_2", 7)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it takes a GPU")
+def test_gpu_memory_of_buckets_that_nobody_opened_is_freed(tmp_path):
+    class OnGpu(Trainer):
+        def export(self):
+            yield from ((name, tensor.cuda()) for name, tensor in super().export())
+
+    how = {"rank": 0, "bucket_bytes": 4000, "directory": tmp_path, "model": None}
+    sender = IpcSender(OnGpu(), **how)
+    before = torch.cuda.memory_allocated()
+    for native in (False, True, True):
+        slot, last = 0, False
+        while not last:
+            last = bool(sender.fill(slot % 2, not slot, native)["last"])
+            slot += 1
+        sender.finish()
+    assert torch.cuda.memory_allocated() == before
+
+
 # ---------------------------------------------------------------- what is refused before a run
 
 
@@ -263,6 +311,8 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
     planned = _planned(trainer={"workers": 2}, engine={"workers": 1, "tp": 2})
     (fault,) = Nccl.check(Nccl.Config(), planned)
     assert "are 4 ranks, and NCCL needs a GPU for each; here are 3" in fault
+    planned.specs["runtime"] = Spec(kind="runtime", name="ray")  # other machines have GPUs too
+    assert Nccl.check(Nccl.Config(), planned) == []
     assert Nccl.check(Nccl.Config(backend="gloo"), _planned("colocated")) == []
 
 
