@@ -129,7 +129,7 @@ class Sglang:
         urls, prefills = checks.listed(config.url), checks.listed(config.prefill_url)
         several = not urls or len(urls) > 1
         self._slot = Slot(self._folder, len(urls) or None) if several else None
-        number = 0 if self._slot is None else self._slot.number
+        self._number = number = 0 if self._slot is None else self._slot.number
         self._server: Server | None = None
         key = key_of(config)
         if not urls:
@@ -255,8 +255,8 @@ class Sglang:
         directory. Raises as `load_directory`."""
         from miles_plugins.engine.sglang.writing import written
 
-        number = 0 if self._slot is None else self._slot.number
-        with written(self._context.model, weights, self._folder / f"weights-{number}") as folder:
+        own = self._folder / f"weights-{self._number}"
+        with written(self._context.model, weights, own) as folder:
             await self.load_directory(version, folder)
 
     async def load_directory(self, version: int, directory: Path) -> None:
@@ -275,9 +275,10 @@ class Sglang:
                 "engine sglang: servers that only prefill or decode take weights by transport=disk"
             )
         async with self._bracketed(version) as how:
+            limit = self.config.update_timeout_s
+            channel = await opened(self._http, version, flush=how != "in_place", limit=limit)
             await self._publishing[0].pause("abort" if how == "cut" else how)
-            limits = {"flush": how != "in_place", "limit": self.config.update_timeout_s}
-            channel = await opened(self._http, version, **limits)
+            await channel.begin()
             try:
                 yield channel
                 await channel.end()
@@ -374,8 +375,7 @@ class Sglang:
                 f"engine sglang: {self._http.url} cannot free its memory; it needs "
                 "--enable-memory-saver"
             )
-        body = {"tags": list(tags)}
-        limit = self.config.update_timeout_s
+        body, limit = {"tags": list(tags)}, self.config.update_timeout_s
         await self._http.ask("POST", "/release_memory_occupation", body, limit=limit)
         self._asleep = self._watch.busy = True
 
@@ -383,8 +383,7 @@ class Sglang:
         """Take it back."""
         if not self._asleep:
             return
-        body = {"tags": list(tags)}
-        limit = self.config.update_timeout_s
+        body, limit = {"tags": list(tags)}, self.config.update_timeout_s
         await self._http.ask("POST", "/resume_memory_occupation", body, limit=limit)
         self._asleep = self._watch.busy = False
 

@@ -66,8 +66,8 @@ class Channel:
 
 
 async def opened(http: Http, version: int, *, flush: bool, limit: float) -> Channel:
-    """A channel to a server that is paused. Raises `EngineError`, and `WeightSyncError` for a
-    layout whose ranks cannot be told apart."""
+    """A channel to a server, which has to be paused before it begins. Raises `EngineError`, and
+    `WeightSyncError` for a layout whose ranks cannot be told apart."""
     info = await http.ask("GET", "/server_info", limit=limit)
     if not isinstance(info, Mapping):
         raise EngineError(f"engine sglang: /server_info says {str(info)[:200]}")
@@ -79,6 +79,4 @@ async def opened(http: Http, version: int, *, flush: bool, limit: float) -> Chan
     if int(info.get("pp_size") or 1) > 1:
         raise WeightSyncError("engine sglang: pipeline stages take weights by transport=disk only")
     ranks = int(info.get("tp_size") or 1)
-    channel = Channel(http, version, ranks=ranks, flush=flush, limit=limit)
-    await channel.begin()
-    return channel
+    return Channel(http, version, ranks=ranks, flush=flush, limit=limit)

@@ -327,6 +327,20 @@ def test_sglang_requests_of_the_meantime_wait_for_the_new_weights(play, checkpoi
     play(check)
 
 
+def test_sglang_server_that_no_update_fits_goes_on_as_it_was(play):
+    async def check(client, server):
+        server.weight_version = "4"
+        with pytest.raises(WeightSyncError, match="replicas within one server"):
+            async with client.updating(5):
+                raise AssertionError("it was refused")
+        assert not server.paused
+        assert "/pause_generation" not in [path for path, _ in server.asked]
+        made = await client.generate(_request())
+        assert [(s.start, s.stop, s.version) for s in made.spans] == [(0, 12, 4)]
+
+    play(check, info={"dp_size": 2})
+
+
 def test_sglang_refuses_a_directory_before_anything_changes(play, checkpoint, tmp_path):
     async def check(client, server):
         await client.load_directory(1, checkpoint)
