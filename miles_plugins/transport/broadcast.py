@@ -7,6 +7,7 @@ that an SGLang server finds it under the same keys.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -96,13 +97,22 @@ class BroadcastSender(Sending):
         self._works: dict[int, Any] = {}
 
     def open(self, host: str, name: str, world: int) -> int:
-        """Listen for the others; the port."""
+        """Listen for the others at this address alone; the port. (Torch's own socket would be open
+        on every interface.)"""
         self._leave()
-        limit = timedelta(seconds=self._timeout_s)
+        how: dict[str, Any] = {"timeout": timedelta(seconds=self._timeout_s)}
         try:
-            store = dist.TCPStore(host, 0, world, True, limit, wait_for_workers=False)
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as sock:
+                sock.bind(address)
+                port, own = sock.getsockname()[1], sock.detach()
+            how |= {"wait_for_workers": False, "master_listen_fd": own}
+            store = dist.TCPStore(host, port, world, True, **how)
         except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"transport nccl: cannot listen at {host}: {error}") from error
+            raise WeightSyncError(
+                f"transport nccl: cannot listen at {host} (transport.host, which has to be an "
+                f"address of the trainer's machine): {error}"
+            ) from error
         self._meeting = (store, name, world)
         return int(store.port)
 
