@@ -24,6 +24,7 @@ class IpcSender(Sending):
     def __init__(self, trainer: Any, **how: Any) -> None:
         super().__init__(trainer, **how)
         self._handles: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._uses: list[tuple[bytes, int]] = []  # counters of uses, one for each handle made
         # A file that a dead process left would stay for ever; a named one is cleaned up after it.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
@@ -43,13 +44,25 @@ class IpcSender(Sending):
         """The bucket's handle, for our receivers and for an engine's own server."""
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
-        # Making the payload counts as a use of the memory until somebody opens it.
-        payload = handed_over(flat, entries) if native else ""
+        payload, uses = handed_over(flat, entries) if native else ("", [])
+        self._uses += uses
         held, own = self._handles.get(slot, (0, {}))
         if held != flat.data_ptr():
             own = handle(flat)
             self._handles[slot] = (flat.data_ptr(), own)
+            if flat.is_cuda:
+                _handle, _size, _start, counter, at, *_ = own["more"]  # as torch gives them
+                self._uses.append((counter, at))
         return {"handle": own | {"native": payload}}
+
+    def finish(self) -> None:
+        """As `Sending.finish`. A handle counts as a use of GPU memory until somebody has opened and
+        closed it, and not everybody opens every handle: all uses end here, or torch would never
+        free the bucket."""
+        uses, self._uses = self._uses, []
+        for use in uses:
+            torch.UntypedStorage._release_ipc_counter_cuda(*use)
+        super().finish()
 
     def _release(self) -> None:
         self._handles.clear()

@@ -120,10 +120,13 @@ class Native:
             _log.info("%s", error)
 
 
-def handed_over(flat: torch.Tensor, entries: Sequence[Mapping[str, Any]]) -> str:
+def handed_over(
+    flat: torch.Tensor, entries: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[tuple[bytes, int]]]:
     """A bucket as `/update_weights_from_tensor` takes it: base64 of a handle to its memory and
     where each tensor lies. Plain containers and torch's own handles only, which are all that the
-    server unpickles."""
+    server unpickles. Beside it the counter (file and place) by which torch knows that a handle to
+    GPU memory is in use."""
     metadata = [
         SimpleNamespace(
             name=entry["name"],
@@ -136,12 +139,17 @@ def handed_over(flat: torch.Tensor, entries: Sequence[Mapping[str, Any]]) -> str
         for entry in entries
     ]
     buffer = io.BytesIO()
-    _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
-    return base64.b64encode(buffer.getvalue()).decode()
+    pickler = _Pickler(buffer)
+    pickler.dump({"flattened_tensor": flat, "metadata": metadata})
+    return base64.b64encode(buffer.getvalue()).decode(), pickler.uses
 
 
 class _Pickler(ForkingPickler):
     """Names a GPU by what it is, not by its number, which differs between processes."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.uses: list[tuple[bytes, int]] = []
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -152,4 +160,5 @@ class _Pickler(ForkingPickler):
         if value.is_cuda:
             uuid = str(torch.cuda.get_device_properties(value.device).uuid)
             args = (*args[:6], uuid, *args[7:])
+            self.uses.append((args[11], args[12]))
         return function, args
