@@ -75,6 +75,7 @@ class Rollouts:
         self._peers: list[Peer] = []
         self._servers: dict[Sampling, SessionServer] = {}  # those that were asked for
         self._sessions: dict[int, list[Session]] = defaultdict(list)  # by group being played
+        self._keys: dict[int, set[str]] = defaultdict(set)  # the same, of routing keys
         self._held: dict[int, AsyncExitStack] = {}  # what ends with a group
         self._counters = Counters()  # of sessions that have ended
         self._returned: dict[int, Callable[[], None]] = {}
@@ -170,8 +171,10 @@ class Rollouts:
         del self._held[group]
         for session in self._sessions.pop(group, ()):
             self._counters.add(session.counters)
+            self._keys[group].add(session.id)
+        for key in self._keys.pop(group, ()):
             if self.sampler is not None:
-                self.sampler.release(session.id)
+                self.sampler.release(key)
 
     async def counts(self) -> dict[str, Any]:
         """Of `session` and `router`, since the start."""
@@ -208,6 +211,7 @@ class Rollouts:
         name = f"g{lease.id}"
         if index is not None:
             name, seed = f"{name}.{index}", derive_seed(seed, index)
+        self._keys[lease.id].add(name)  # for requests that are made without a session
         engine, max_len = self.engine, self.max_len
         if sampling is not None:
             engine, max_len = self.sampler, self.sampler_max_len

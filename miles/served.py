@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from miles.errors import EpisodeError, RolloutError, WorkerError
 from miles.protocols import Conversation, Tito
@@ -76,15 +77,20 @@ class SessionServer:
     @asynccontextmanager
     async def open(self, key: str, seed: int) -> AsyncIterator[Served]:
         """A session under this routing key inside the block; whatever is being generated for it is
-        aborted at the end."""
+        aborted at the end. Raises `EpisodeError` for a key that no address can hold."""
         from miles.session.server import open_session
 
+        if not key or "/" in key:
+            raise EpisodeError(
+                f"session {key!r}: a routing key is part of the address under which its session is "
+                "served; it may not be empty or hold '/'"
+            )
         await self._start()
         session, token = open_session(self._sessions, id=key)
         self._seeds[key] = seed
         try:
             yield Served(
-                base_url=f"{self._address}/sessions/{key}",
+                base_url=f"{self._address}/sessions/{quote(key, safe='')}",
                 api_key=token,
                 model="policy",
                 session=session,

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from miles import (
@@ -16,6 +18,7 @@ from miles import (
     Group,
     Message,
     Reply,
+    Request,
     Sampling,
     SessionKeys,
     Settings,
@@ -77,6 +80,27 @@ def test_rollouts_play_groups_release_their_keys_and_count(tmp_path: Path) -> No
         counts = await here.counts()
         assert counts["session"]["turns"] == 6 and counts["session"]["token_mismatches"] == 0
         assert counts["router"]["keys"] == 0 and counts["router"]["keys_released"] == 3
+        await here.end()
+
+    asyncio.run(main())
+
+
+def test_rollouts_release_the_keys_of_requests_that_no_session_made(tmp_path: Path) -> None:
+    """They stayed in the router until 65,536 others had come."""
+
+    async def main() -> None:
+        async def ask(tools: Any) -> Trajectory:
+            tokens = np.arange(3, dtype=np.int32)
+            sampling = Sampling(max_new_tokens=2)
+            asked = Request(id=tools.id, key=tools.id, tokens=tokens, sampling=sampling, seed=0)
+            await tools.engine.generate(asked)
+            raise EpisodeError("enough")
+
+        here = await made(tmp_path, Playing(ask))
+        await here.group(7, TASK)
+        counts = (await here.counts())["router"]
+        assert (counts["keys"], counts["keys_released"]) == (0, 3)
+        assert not here._keys
         await here.end()
 
     asyncio.run(main())
@@ -184,6 +208,34 @@ def test_rollouts_serve_sessions_that_agents_reach_and_nobody_else(tmp_path: Pat
         await here.end()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("more", ["", "?critic", "#2", "%41", " ż", "/critic"])
+def test_rollouts_converse_over_http_under_any_key_that_an_address_holds(
+    tmp_path: Path, more: str
+) -> None:
+    """A key with a question mark led elsewhere, and the answer to that ended the run."""
+
+    async def main() -> Group:
+        async def talk(tools: Any) -> Trajectory:
+            conversation = tools.conversation(tools.id + more)
+            await conversation.turn(TASK.prompt)
+            trajectory: Trajectory = conversation.trajectory(reward=1.0)
+            return trajectory
+
+        settings = replace(SETTINGS, session=SessionKeys(through="server"))
+        here = await made(tmp_path, Playing(talk), settings)
+        group = await here.group(3, TASK)
+        assert (await here.counts())["router"]["keys"] == 0
+        await here.end()
+        return group
+
+    failure = asyncio.run(main()).failure
+    if "/" not in more:
+        assert failure is None
+    else:
+        assert failure is not None and "'g3.0/critic'" in failure.detail
+        assert "may not be empty or hold '/'" in failure.detail
 
 
 def test_rollouts_serve_no_session_of_an_engine_that_replays(tmp_path: Path) -> None:
