@@ -22,6 +22,7 @@ class Accounts:
     in_flight: int = 0
     buffered: int = 0
     training: int = 0
+    retried: int = 0  # of those that ended, whose task is attempted again
     attempts: int = 0  # of groups that came back
     truncated: int = 0  # of those, ended by a length limit
 

@@ -153,6 +153,7 @@ class Buffer:
         self._began.pop(group.id)
         self._since.pop(group.id)
         self._cancels.pop(group.id, None)
+        self._doomed.pop(group.id, None)  # it may be back before it could be cancelled
         self.accounts.in_flight -= 1
         self.accounts.attempts += len(group.trajectories)
         self.accounts.truncated += group.truncated
@@ -193,6 +194,7 @@ class Buffer:
     def _retry(self, task: Task) -> None:
         if self.retried[task.id] < self.max_retries:
             self.retried[task.id] += 1
+            self.accounts.retried += 1
             self.unused.append(task)
 
     def _cancel_doomed(self) -> None:
@@ -203,13 +205,13 @@ class Buffer:
             late = next_take - began > self.max_lag and group not in self._doomed
             if late and (cancel := self._cancels.get(group)) is not None:
                 self._doomed[group] = next_take
-                self._retry(self._leases[group].task)
                 cancel()
 
     def doomed(self, group: int) -> Drop | None:
         """Why a group that was cancelled is dropped; None when it was not this buffer's doing."""
         if (next_take := self._doomed.pop(group, None)) is None:
             return None
+        self._retry(self._leases[group].task)  # until now its own lease stood for the task
         return Drop(
             reason="aborted",
             detail=f"began under version {self._began[group]}, more than max_lag "
@@ -354,10 +356,8 @@ class Buffer:
         `stop` their leases stay open, as if they had never started: a resumed run starts them
         again."""
         left = [*self._running, *self._ready]
-        self._running.clear()
-        self._began.clear()
-        self._since.clear()
-        self._cancels.clear()
+        for known in (self._running, self._began, self._since, self._cancels, self._doomed):
+            known.clear()
         self._ready.clear()
         self._arrived.clear()
         self._running_total = self.accounts.in_flight = self.accounts.buffered = 0

@@ -103,7 +103,7 @@ class Engines:
 
     async def health(self) -> Mapping[str, float]:
         """Sums over the workers, except `max_len`, the smallest; `engines` is how many there are.
-        Raises `WorkerError`."""
+        Raises `WorkerError`, `EngineError`."""
         each: list[Mapping[str, float]] = await self._all("engine.health")
         total = {name: sum(one.get(name, 0.0) for one in each) for name in each[0]}
         if "max_len" in total:

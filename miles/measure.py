@@ -36,7 +36,7 @@ class Measure:
         self._retried = 0
         self._trained = _Lengths()
         self._returned = _Lengths()
-        self._signal_at = 0  # step whose groups differed last
+        self._silent = 0  # steps since groups differed
         self._silence_told = _SILENT_STEPS
         self._attempts = self._truncated = 0  # since then
         self._rollouts: Mapping[str, float] = {}
@@ -79,24 +79,26 @@ class Measure:
         for name, one in (("trained", self._trained), ("returned", self._returned)):
             one.tokens, one.trajectories = lengths.get(name, (0, 0))
 
-    def no_signal(self, groups: Sequence[Group], step: int) -> list[str]:
-        """A sentence when the groups of many steps in a row taught nothing by comparison; `step` is
-        the stage's. Said after 10 such steps, 20, 40, and so on."""
+    def no_signal(self, groups: Sequence[Group]) -> list[str]:
+        """A sentence when the groups of many steps in a row, of which this is one more, taught
+        nothing by comparison. Said after 10 such steps, 20, 40, and so on."""
         several = [g for g in groups if len(g.trajectories) > 1]
         equal = [g for g in several if len({t.reward for t in g.trajectories}) == 1]
         if not several or len(equal) < len(several):
-            self._signal_at, self._silence_told = step, _SILENT_STEPS
+            self._silent, self._silence_told = 0, _SILENT_STEPS
             self._attempts = self._truncated = 0
             return []
         self._attempts += sum(len(g.trajectories) for g in groups)
         self._truncated += sum(g.truncated for g in groups)
-        if (silent := step - self._signal_at) < self._silence_told:
+        self._silent += 1
+        if self._silent < self._silence_told:
             return []
         self._silence_told *= 2
         last, cut = groups[0].trajectories[0].reward, self._truncated / self._attempts
         return [
-            f"no signal: in {silent} steps every group's attempts had equal rewards (zero variance "
-            f"100 %; the last {last:g}); {cut:.0%} of the attempts were truncated by a length limit"
+            f"no signal: in {self._silent} steps every group's attempts had equal rewards (zero "
+            f"variance 100 %; the last {last:g}); {cut:.0%} of the attempts were truncated by a "
+            "length limit"
         ]
 
     def engine_health(self, health: Mapping[str, float]) -> None:
@@ -163,17 +165,16 @@ class Measure:
         """What became of groups, and of the attempts that they are made of, since the last step;
         and how many are under way."""
         accounts, each = buffer.accounts, buffer.samples_per_group
-        retried = buffer.retried.total()
         groups = {
             "started": accounts.started - self._started,
             "trained": trained,
-            "retried": retried - self._retried,
+            "retried": accounts.retried - self._retried,
             "in_flight": accounts.in_flight,
             "buffered": accounts.buffered,
             **{f"dropped/{k}": n for k, n in (accounts.dropped - self._dropped).items()},
         }
         self._started, self._dropped = accounts.started, Counter(accounts.dropped)
-        self._retried = retried
+        self._retried = accounts.retried
         return {
             **{f"groups/{name}": n for name, n in groups.items()},
             **{f"samples/{name}": n * each for name, n in groups.items()},

@@ -155,9 +155,9 @@ class Stage:
         """Passes over the samples, then the algorithm in a thread, then hooks; beside them, engines
         answer the mismatch probe."""
         probing = asyncio.create_task(self._probe(groups), name="mismatch probe")
-        if self.settings.placement == "colocated":  # engines sleep during the passes
-            await asyncio.wait({probing})
         try:
+            if self.settings.placement == "colocated":  # engines sleep during the passes
+                await asyncio.wait({probing})
             batch = await self._learn(groups, await self._passes(groups))
             batch = replace(batch, probe=await probing)
         finally:
@@ -260,7 +260,7 @@ class Stage:
         if self.engines is not None:
             try:
                 health = await self.engines.health()
-            except WorkerError:
+            except (WorkerError, EngineError):
                 await self.weights.recover()
                 health = await self.engines.health()
             self.measure.engine_health(health)
@@ -279,7 +279,7 @@ class Stage:
         )
         metrics["stage_step"] = step - self.first
         self.shared.tracking.moment("step_finished", metrics)
-        for text in [*update.warnings, *self.measure.no_signal(groups, step - self.first)]:
+        for text in [*update.warnings, *self.measure.no_signal(groups)]:
             self.shared.tracking.moment("warned", {"text": text})
         if step % _SAMPLE_EVERY == 0 or step == self.last:
             self.shared.keep_text(step, self.name, groups[0], self.tito)

@@ -223,12 +223,29 @@ def test_buffer_cancels_what_began_too_long_ago() -> None:
         b.stepped(2, taken)
         b.stepped(3, [])
         assert cancelled == [1]  # once
+        assert [x.id for x in b.leases()] == [1] and not b.unused  # or a resumed run plays it twice
         drop = b.doomed(1)
         assert drop is not None and drop.reason == "aborted"
         assert "began under version 0, more than max_lag (1) before version 2" in drop.detail
         b.finish(group(1, 0), drop)
         assert b.accounts.dropped == {"aborted": 1} and b.accounts.balanced
         assert [task.id for task in b.unused] == ["1"] and b.doomed(1) is None
+
+    asyncio.run(main())
+
+
+def test_buffer_retries_a_task_once_whose_group_was_back_before_it_could_be_cancelled() -> None:
+    async def main() -> None:
+        b = buffer(groups_per_step=1, oversample=1, cancel_doomed=True, max_retries=3)
+        for n in range(2):
+            b.start(lease(n), lambda: None)
+        b.finish(group(0, 0), None)
+        taken = await b.take(1)
+        b.finish(group(1, 0), None)  # its cancel came too late
+        b.stepped(1, taken)
+        b._evict()
+        assert [task.id for task in b.unused] == ["1"] and b.doomed(1) is None
+        assert b.accounts.dropped == {"stale": 1} and b.accounts.retried == 1
 
     asyncio.run(main())
 

@@ -204,17 +204,27 @@ def test_measure_goes_on_with_the_lengths_of_the_run_that_is_resumed() -> None:
     assert after.lengths() == before.lengths() and after._returned.mean == before._returned.mean > 0
 
 
+def test_measure_tells_only_what_was_retried_since_a_resume() -> None:
+    """The first step after it told again of all that was retried before."""
+    measure, buffer = Measure(), Buffer(groups_per_step=1, samples_per_group=2, max_retries=3)
+    buffer.retried["t"] = 2  # as it stood in the checkpoint
+    assert measure._fates(1, buffer)["groups/retried"] == 0
+    buffer._retry(Task(id="t", prompt="x"))
+    assert measure._fates(1, buffer)["groups/retried"] == 1
+
+
 def test_measure_says_that_there_is_no_signal_after_10_steps_20_and_40() -> None:
     measure, told = Measure(), {}
     for step in range(1, 100):
         rewards = [0.0, 1.0] if step == 50 else [0.0, 0.0]
-        if said := measure.no_signal([group(step, rewards, 0), group(step, [1.0, 1.0], 0)], step):
+        if said := measure.no_signal([group(step, rewards, 0), group(step, [1.0, 1.0], 0)]):
             told[step] = said
     assert list(told) == [10, 20, 40, 60, 70, 90]
     ((text),) = told[20]
     assert "in 20 steps every group's attempts had equal rewards (zero variance 100 %" in text
     assert "0% of the attempts were truncated" in text
-    assert not Measure().no_signal([group(0, [0.0], 0)], 99)  # nothing to compare
+    single = [measure.no_signal([group(step, [0.0], 0)]) for step in range(40)]
+    assert not any(single)  # nothing to compare
 
 
 @pytest.mark.parametrize("seed", range(8))

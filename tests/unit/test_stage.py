@@ -15,6 +15,7 @@ import pytest
 
 from miles import (
     Batch,
+    EngineError,
     Group,
     Receipt,
     RunError,
@@ -150,6 +151,25 @@ def test_stage_probes_engines_beside_the_passes_unless_they_sleep_then(
     assert batch.probe is not None and len(batch.probe.tokens) == 3
     wanted = {"split": ["asked", "pass", "answered"], "colocated": ["asked", "answered", "pass"]}
     assert sorted(told[:2]) == sorted(wanted[placement][:2]) and told[2] == wanted[placement][2]
+
+
+def test_stage_recovers_an_engine_whose_own_server_is_not_well(tmp_path: Path) -> None:
+    """Its worker answers, with an `EngineError`; asked for its counters, that ended the run."""
+    stage = made(tmp_path)
+    recovered: list[bool] = []
+
+    async def health() -> dict[str, float]:
+        if not recovered:
+            raise EngineError("engine sglang: its server is dead")
+        return {"tokens": 7.0}
+
+    async def recover() -> bool:
+        recovered.append(True)
+        return True
+
+    stage.engines.health, stage.weights.recover = health, recover  # type: ignore[method-assign, union-attr]
+    asyncio.run(stage._ask_engines())
+    assert recovered == [True] and stage.measure._health == {"tokens": 7.0}
 
 
 def test_stage_evaluation_is_timed_and_no_step_pays_for_what_went_before(tmp_path: Path) -> None:
