@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,8 @@ def test_ten_line_plugin_of_the_page_passes_the_check(tmp_path, monkeypatch, cap
     source = re.search(r"This is `words\.py`:\n\n```python\n(.*?)```", PLUGINS, re.DOTALL)[1]
     (tmp_path / "words.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    command = re.search(r"^miles (check plugins=.*)$", PLUGINS, re.MULTILINE)[1]
-    assert main(command.split()) == 0, capsys.readouterr().out
+    command = re.search(r"^miles (check 'plugins=.*)$", PLUGINS, re.MULTILINE)[1]
+    assert main(shlex.split(command)) == 0, capsys.readouterr().out
 
 
 def test_pages_hold_every_kind():
