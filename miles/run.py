@@ -264,6 +264,7 @@ class _Run:
             return
         try:
             stage.buffer.stop()
+            stage.buffer.end()  # nobody brings back what is in flight, and a shared device waits
             await stage.finish()
         except MilesError as error:
             log.warning("no last checkpoint: %s", error)
