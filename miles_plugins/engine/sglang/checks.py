@@ -83,8 +83,8 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
 
 def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
     """What is allowed and probably not meant."""
-    del cls, planned
-    found = []
+    del cls
+    found = [*_shared_gpus(config, planned)]
     try:
         versions = (
             {url: str(_info(url, key_of(config))["version"]) for url in listed(config.url)}
@@ -92,7 +92,7 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
             else {"engine.python": server.installed(config.python or sys.executable)}
         )
     except (ConfigError, EngineError, KeyError):
-        return []  # a fault, which `check` says
+        return found  # a fault, which `check` says
     for where, version in versions.items():
         if doubt := says.doubt(version):
             found.append(f"{where}: {doubt}")
@@ -196,6 +196,22 @@ def _placed_faults(config: Any, runtime: Spec) -> Iterator[str]:
     gpus = dict(runtime.config.get("engine") or {}).get("gpus")
     if (1 if gpus is None else gpus) != each:
         yield f"one server takes {each} GPUs; say so: runtime.engine.gpus={each}"
+
+
+def _shared_gpus(config: Any, planned: Any) -> Iterator[str]:
+    """Servers on GPUs of trainer ranks, which count from 0, though there are others."""
+    runtime, trainer = planned.specs.get("runtime"), planned.specs.get("trainer")
+    if config.url or config.device != "cuda" or planned.settings.placement != "split":
+        return
+    if getattr(runtime, "name", "local") != "local" or not isinstance(trainer, Spec):
+        return
+    ranks = 0 if trainer.config.get("device") == "cpu" else int(trainer.config.get("workers", 1))
+    servers = (config.workers + _fleet(planned)) * command.devices(config)
+    if config.first_gpu < ranks and len(fitting.gpus()) >= ranks + servers:
+        yield (
+            f"servers begin at GPU {config.first_gpu}, and trainer ranks have GPUs 0 to "
+            f"{ranks - 1}; engine.first_gpu={ranks} gives them their own"
+        )
 
 
 def _gpu_faults(config: Any, gpus: Sequence[fitting.Gpu], servers: int) -> Iterator[str]:

@@ -394,6 +394,23 @@ def test_check_leaves_gpus_of_other_machines_to_the_runtime(python, monkeypatch)
     assert fault == "first_gpu is 4, and runtime=ray chooses the GPUs"
 
 
+def test_check_warns_of_servers_on_the_gpus_of_the_trainer(python, monkeypatch):
+    def said(count, **values):
+        card = fitting.Gpu(name="H200", total=141 << 30)
+        monkeypatch.setattr(fitting, "gpus", lambda: [card] * count)
+        planned = _planned(placement=values.pop("placement", "split"))
+        planned.specs["trainer"] = Spec(kind="trainer", name="fsdp", config={"workers": 2})
+        config = replace(_config(python), device="cuda", tp=2, **values)
+        return [w for w in checks.warnings(Sglang, config, planned) if "GPU" in w]
+
+    (warning,) = said(4)
+    assert "servers begin at GPU 0, and trainer ranks have GPUs 0 to 1" in warning
+    assert "engine.first_gpu=2" in warning
+    assert said(4, first_gpu=2) == []
+    assert said(2) == []  # there are no others
+    assert said(4, placement="colocated") == []
+
+
 def test_check_names_ports_experts_and_urls(python):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
