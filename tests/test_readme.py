@@ -18,6 +18,7 @@ from miles.cli import main
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+CONTRIB = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("plugins-contrib/*/README.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "PLUGINS.md", *DOCS)
 
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -137,6 +138,12 @@ def test_page_links_to_files_that_exist(page: str) -> None:
     links = [x for x in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in x]
     folder = (ROOT / page).parent
     assert [link for link in links if not (folder / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CONTRIB])
+def test_page_installs_from_the_clone(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")  # an index may have another project `miles`
+    assert re.findall(r"^.*\bpip install (?:\S* )*['\"]?miles\b.*$", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
