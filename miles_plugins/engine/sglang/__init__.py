@@ -152,6 +152,7 @@ class Sglang:
             stream_interval=config.stream_interval,
             topk=checks.topk(context.model),
             pair=self._pair,
+            temperature=context.settings.temperature,
         )
         servers = [self._http, *([self._pair.http] if self._pair else [])]
         self._publishing = [
@@ -190,8 +191,8 @@ class Sglang:
                 yield item
 
     async def score(self, tokens: Array) -> Array:
-        """(tokens,) float32: log-prob of each token given those before it, at temperature 1, 0 for
-        the first. Raises `EngineError`."""
+        """(tokens,) float32: log-prob of each token given those before it, 0 for the first. Raises
+        `EngineError`, also where the run samples at another temperature than 1."""
         await self._usable()
         return await self._asking.score(tokens)
 

@@ -28,13 +28,22 @@ class Asking:
     """`newest` is the version that requests are sampled under from now on, as far as is known."""
 
     def __init__(
-        self, http: Http, *, timeout_s: float, stream_interval: int, topk: int, pair: Pair | None
+        self,
+        http: Http,
+        *,
+        timeout_s: float,
+        stream_interval: int,
+        topk: int,
+        pair: Pair | None,
+        temperature: float = 1.0,
     ) -> None:
+        """`temperature` is the run's."""
         self._http = http
         self._timeout_s = timeout_s
         self._stream_interval = stream_interval
         self._topk = topk
         self._pair = pair
+        self._temperature = temperature
         self._cut: set[str] = set()  # ids that we ended, to ask for the rest
         self._open = asyncio.Event()
         self._open.set()
@@ -96,8 +105,13 @@ class Asking:
                 return
 
     async def score(self, tokens: Array) -> Array:
-        """(tokens,) float32: log-prob of each token given those before it, at temperature 1, 0 for
-        the first. Raises `EngineError`."""
+        """(tokens,) float32: log-prob of each token given those before it, 0 for the first. Raises
+        `EngineError`, also where the run samples at another temperature than 1."""
+        if self._temperature != 1:
+            raise EngineError(
+                f"engine sglang: temperature is {self._temperature:g}, and servers score given "
+                "tokens at temperature 1 only, so nothing can be compared"
+            )
         await self._admitted()
         body = wording.score_body(tokens, salt=self._salt())
         reply = await self._http.ask("POST", "/generate", body, limit=self._timeout_s)

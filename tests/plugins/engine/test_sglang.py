@@ -327,6 +327,15 @@ def test_sglang_requests_of_the_meantime_wait_for_the_new_weights(play, checkpoi
     play(check)
 
 
+def test_sglang_does_not_score_at_a_temperature_that_servers_do_not_score_at(play):
+    async def check(client, server):
+        with pytest.raises(EngineError, match=r"temperature is 0\.7, and servers score"):
+            await client.score(np.arange(1, 5, dtype=np.int32))
+        assert not server.bodies
+
+    play(check, settings=replace(Settings(), temperature=0.7))
+
+
 def test_sglang_server_that_no_update_fits_goes_on_as_it_was(play):
     async def check(client, server):
         server.weight_version = "4"
