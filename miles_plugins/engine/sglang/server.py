@@ -122,6 +122,8 @@ class Server:
         secret.touch(mode=0o600)
         secret.write_text(f"api-key: {self.key}\n")  # a command line can be read by everybody
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch(mode=0o600)
+        log.chmod(0o600)  # SGLang says all its arguments there, and the key is one
         with log.open("ab") as output:
             self._began = output.tell()
             self._process = subprocess.Popen(

@@ -121,6 +121,7 @@ def test_server_is_started_recorded_and_ended(python, around):
         assert engine._server.key not in json.dumps(said)
         key = around.directory / "engines" / "sglang-0.key.yaml"
         assert key.stat().st_mode & 0o077 == 0
+        assert engine._server.log.stat().st_mode & 0o077 == 0  # the server writes its key there
         with pytest.raises(EngineError, match="no weights yet"):
             await engine.score(None)
         pids = _pids(around.directory)
