@@ -265,7 +265,7 @@ async def listening(native: Native, host: str, port: int) -> AsyncIterator[str]:
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        address = runner.addresses[0]
-        yield f"http://{address[0]}:{address[1]}"
+        place, own = runner.addresses[0][:2]
+        yield f"http://[{place}]:{own}" if ":" in place else f"http://{place}:{own}"
     finally:
         await runner.cleanup()

@@ -73,6 +73,11 @@ def request_of(body: Any) -> Request:
     if body.get("image_data"):
         _refuse("images are not served")
     params = body.get("sampling_params") or {}
+    if not isinstance(params, Mapping):
+        _refuse("sampling_params is no object")
+    every = params.get("stream_interval")
+    if every is not None and type(every) is not int:
+        _refuse(f"sampling_params.stream_interval is {every!r}, no whole number")
     if unknown := sorted(set(params) - set(_SAMPLING)):
         _refuse(f"sampling_params.{unknown[0]} is not known here")
     for name, values in _NEUTRAL.items():

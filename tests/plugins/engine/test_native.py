@@ -121,6 +121,23 @@ def test_served_engine_is_updated_under_way_with_exact_spans(
     asyncio.run(play())
 
 
+def test_address_of_a_server_on_ipv6_can_be_used_as_it_is_said(tiny):
+    async def play():
+        native = Native(tiny.engine(), token=TOKEN, pause="retract")
+        try:
+            async with (
+                listening(native, "::1", 0) as url,
+                aiohttp.ClientSession() as http,
+                http.get(f"{url}/ping") as reply,
+            ):
+                assert url.startswith("http://[::1]:")
+                assert reply.status == 503
+        except OSError:
+            pytest.skip("there is no IPv6 here")
+
+    asyncio.run(play())
+
+
 def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoints, request_for):
     async def play():
         async with served() as (client, engine):
@@ -137,6 +154,11 @@ def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoin
                     ({"input_ids": [1], "sampling_params": {"regex": "a"}}, "regex is not known"),
                     ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "only 0 is served"),
                     ({"input_ids": [1], "sampling_params": {"top_p": "x"}}, "sampling_params"),
+                    ({"input_ids": [1], "sampling_params": ["n"]}, "is no object"),
+                    (
+                        {"input_ids": [1], "sampling_params": {"stream_interval": "x"}},
+                        "stream_interval is 'x'",
+                    ),
                     ({"input_ids": [10**6]}, "outside the vocabulary"),
                 ):
                     async with http.post(f"{url}/generate", json=body) as reply:
