@@ -111,6 +111,11 @@ class HTTPConversation:
             data = json.dumps(body, ensure_ascii=False).encode()
             url = served.base_url + _PATH
             async with self._http().post(url, data=data, headers=headers) as answer:
+                if answer.status == 413:  # whoever refused it may not have spoken JSON
+                    raise EpisodeError(
+                        f"session {self.key}: the messages are {len(data)} bytes of JSON, more "
+                        "than the session server takes; use session.through=process"
+                    )
                 said = msgspec.json.decode(await answer.read())
                 if answer.status != 200:
                     raise self._error(answer.status, said["error"])

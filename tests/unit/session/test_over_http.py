@@ -240,6 +240,20 @@ def test_conversation_over_http_raises_what_the_turn_would_raise(error: Exceptio
     assert two[0].failure.detail == one[0].failure.detail
 
 
+def test_conversation_over_http_that_outgrows_a_request_ends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A conversation of many images counted as an engine's failure."""
+    monkeypatch.setattr("miles.session.server.app.MAX_BODY", 500)
+
+    async def main() -> None:
+        group, _, _ = await played("server", Insists, Script("x"))
+        assert group.failure is not None and group.failure.reason == "episode_error"
+        assert "more than the session server takes" in group.failure.detail
+
+    asyncio.run(main())
+
+
 def test_conversation_over_http_raises_a_bug_of_the_server_as_a_bug() -> None:
     async def main() -> None:
         with pytest.raises(ExceptionGroup) as caught:
