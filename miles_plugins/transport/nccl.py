@@ -81,15 +81,20 @@ class Nccl(Bucketed):
                     f"{kind}.device is cpu, and NCCL moves between GPUs; use transport.backend=gloo"
                 )
         runtime = planned.specs.get("runtime")
-        if runtime is not None and runtime.name != "local":
-            return faults  # it counts the GPUs of all machines
-        servers = int(engine.get("workers", 1)) * int(engine.get("tp", 1))
-        wanted = int(trainer.get("workers", 1)) + servers
+        if engine.get("url") or (runtime is not None and runtime.name != "local"):
+            return faults  # GPUs of other machines: a runtime counts them all
+        ranks = int(trainer.get("workers", 1))
+        wanted = ranks + int(engine.get("workers", 1)) * int(engine.get("tp", 1))
         present = gpus_here()
         if not faults and present is not None and present < wanted:
             faults.append(
                 f"trainer and engines are {wanted} ranks, and NCCL needs a GPU for each; here are "
                 f"{present}"
+            )
+        if not faults and int(engine.get("first_gpu", ranks)) < ranks:
+            faults.append(
+                f"engines begin at GPU {engine['first_gpu']}, and trainer ranks have GPUs 0 to "
+                f"{ranks - 1}; NCCL refuses two ranks on one GPU: use engine.first_gpu={ranks}"
             )
         return faults
 

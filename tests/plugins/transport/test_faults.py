@@ -311,6 +311,13 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
     planned = _planned(trainer={"workers": 2}, engine={"workers": 1, "tp": 2})
     (fault,) = Nccl.check(Nccl.Config(), planned)
     assert "are 4 ranks, and NCCL needs a GPU for each; here are 3" in fault
+    assert Nccl.check(Nccl.Config(), _planned(trainer={"workers": 4}, engine={"url": "x"})) == []
+    both = {"trainer": {"workers": 2}, "engine": {"workers": 1, "first_gpu": 0}}
+    (fault,) = Nccl.check(Nccl.Config(), _planned(**both))
+    assert "engines begin at GPU 0, and trainer ranks have GPUs 0 to 1" in fault
+    assert "use engine.first_gpu=2" in fault
+    both["engine"]["first_gpu"] = 2
+    assert Nccl.check(Nccl.Config(), _planned(**both)) == []
     planned.specs["runtime"] = Spec(kind="runtime", name="ray")  # other machines have GPUs too
     assert Nccl.check(Nccl.Config(), planned) == []
     assert Nccl.check(Nccl.Config(backend="gloo"), _planned("colocated")) == []
