@@ -7,7 +7,8 @@ What a stage then does is `miles.stage`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from miles import here
 from miles.batch import Receipt
 from miles.buffer import Buffer
 from miles.engines import Engines
-from miles.errors import ConfigError
+from miles.errors import ConfigError, EngineError, WorkerError
 from miles.eval_fleet import EvalFleet
 from miles.placement import Colocated, Placement, Split
 from miles.pool import TRIES, Pool
@@ -31,6 +32,9 @@ from miles.stage import Shared, Stage
 from miles.weights import Weights
 
 __all__ = ["build", "make_buffer", "make_context", "make_eval_fleet", "make_placement"]
+
+_ENGINES_BACK_S = 240.0  # that a rollout worker waits for engines which died when it did
+_RETRY_S = 1.0
 
 
 async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
@@ -205,7 +209,8 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
     async def restart(handle: Handle) -> Handle:
         await stage.shared.runtime.end(handle)
         stage.shared.handles.pop(handle.name, None)
-        new = await connect(await _worker(stage.shared, handle.name, parts, context, 1))
+        new = await _worker(stage.shared, handle.name, parts, context, 1)
+        await _connect_again(partial(connect, new), new, ping_s=stage.settings.silent_after_s)
         version, limit = stage.buffer.published_version, stage.settings.worker_timeout_s
         what = "published" if stage.samples else "replaying"  # of its own engine
         await new.call(f"rollouts.{what}", version, timeout=limit)
@@ -216,6 +221,23 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         restart=restart if workers else here.restart,
         settings=stage.settings,
     )
+
+
+async def _connect_again(
+    connect: Callable[[], Awaitable[Handle]], handle: Handle, *, ping_s: float
+) -> None:
+    """Connect a rollout worker that was started again. Engines may have died with it, as with their
+    machine; they are started again meanwhile, and then listen elsewhere."""
+    until = time.monotonic() + _ENGINES_BACK_S
+    while True:
+        try:
+            await connect()
+            return
+        except (WorkerError, EngineError):
+            if time.monotonic() >= until:
+                raise
+        await handle.call("rollouts.ping", timeout=ping_s)  # raises if it was the worker itself
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _play_here(stage: Stage, own: Mapping[str, Any], context: Context) -> here.Here:
