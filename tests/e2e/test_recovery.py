@@ -61,21 +61,27 @@ def wait_for_step(directory: Path, step: int, run: subprocess.Popen[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("worker", "number"),
-    [("engine", signal.SIGKILL), ("rollout", signal.SIGKILL), ("engine", signal.SIGSTOP)],
+    ("lost", "number"),
+    [
+        (["engine"], signal.SIGKILL),
+        (["rollout"], signal.SIGKILL),
+        (["engine", "rollout"], signal.SIGKILL),
+        (["engine"], signal.SIGSTOP),
+    ],
 )
-def test_run_goes_on_after_a_worker(tmp_path: Path, worker: str, number: int) -> None:
+def test_run_goes_on_after_a_worker(tmp_path: Path, lost: list[str], number: int) -> None:
     command = [sys.executable, "-m", "miles", "run", *OVERRIDES, f"run.dir={tmp_path}"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_for_step(tmp_path, 12, run)
         before = workers(run.pid)
-        os.kill(before[worker], number)
+        for worker in lost:
+            os.kill(before[worker], number)
         output, _ = run.communicate(timeout=200)
     finally:
         run.kill()
     assert run.returncode == 0, output
-    assert f"{worker} is started again" in output
+    assert all(f"{worker} is started again" in output for worker in lost)
     steps = [x["step"] for x in lines(tmp_path) if x["moment"] == "step_finished"]
     assert steps == list(range(1, 66))
     ledger = [json.loads(x) for x in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
