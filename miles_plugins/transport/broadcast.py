@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +52,7 @@ class Group:
                 raise WeightSyncError("transport nccl: this torch has no NCCL; use backend=gloo")
             if kind == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._limit
+                options._timeout = 2 * self._limit  # when torch would end the process; see `wait`
                 self._group = dist.ProcessGroupNCCL(store, rank, world, options)
             else:
                 self._group = dist.ProcessGroupGloo(store, rank, world, self._limit)
@@ -60,7 +62,8 @@ class Group:
             ) from error
 
     def broadcast(self, flat: torch.Tensor) -> Any:
-        """Begin to send from rank 0, or to receive; `wait` ends it."""
+        """Begin to send from rank 0, or to receive; `wait` ends it. NCCL connects in the first one,
+        and returns when every rank is there."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
@@ -72,9 +75,24 @@ class Group:
         """Return when the bucket may be used again. Raises `WeightSyncError` when another rank is
         gone or silent."""
         try:
-            work.wait(self._limit)
+            work.wait(self._limit)  # of NCCL only the stream waits, however long that takes
+            if self.device.type == "cuda":
+                self._reached()
         except RuntimeError as error:
             raise WeightSyncError(f"transport nccl: a broadcast failed: {error}") from error
+
+    def _reached(self) -> None:
+        """Return when the GPU has come as far as this thread's stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        end = time.monotonic() + self._limit.total_seconds()
+        while not event.query():
+            if time.monotonic() > end:
+                raise WeightSyncError(
+                    f"transport nccl: a broadcast did not end within "
+                    f"{self._limit.total_seconds():g} s (transport.timeout_s)"
+                )
+            time.sleep(0.0001)
 
     def leave(self) -> None:
         """End it, whatever the others do."""
@@ -94,7 +112,8 @@ class BroadcastSender(Sending):
         self._timeout_s = timeout_s
         self._meeting: tuple[dist.Store, str, int] | None = None
         self._group: Group | None = None
-        self._works: dict[int, Any] = {}
+        self._begun: dict[int, Future[Any]] = {}  # broadcasts by slot
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
 
     def open(self, host: str, name: str, world: int) -> int:
         """Listen for the others at this address alone; the port. (Torch's own socket would be open
@@ -134,14 +153,24 @@ class BroadcastSender(Sending):
         """Begin to broadcast the bucket; the next one is gathered meanwhile."""
         if self._group is None:
             raise WeightSyncError("transport nccl: a bucket was filled before the sides met")
-        self._works[slot] = self._group.broadcast(flat[: extent(entries)])
+        # In a thread: it may wait for receivers, who are asked once this has returned.
+        part = flat[: extent(entries)]
+        self._begun[slot] = self._thread.submit(self._group.broadcast, part)
         return {}
 
     def free(self, slot: int) -> None:
         """Wait for the bucket's broadcast."""
-        work = self._works.pop(slot, None)
-        if work is not None and self._group is not None:
-            self._group.wait(work)
+        begun = self._begun.pop(slot, None)
+        if begun is None or self._group is None:
+            return
+        try:
+            work = begun.result(self._timeout_s)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"transport nccl: nobody came to a broadcast within {self._timeout_s:g} s "
+                "(transport.timeout_s)"
+            ) from None
+        self._group.wait(work)
 
     def place(self, device: torch.device) -> torch.device:
         """Where the group can send from, also when the weights are kept elsewhere."""
@@ -154,7 +183,9 @@ class BroadcastSender(Sending):
 
     def _leave(self) -> None:
         group, self._group = self._group, None
-        self._works.clear()
+        self._begun.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)  # it may wait for who is gone
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._meeting = None
         if group is not None:
             group.leave()

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,6 +247,36 @@ def test_place_where_the_sides_meet_is_closed_to_other_addresses(tmp_path):
         socket.create_connection(("127.0.0.2", port), 5.0)
     with pytest.raises(WeightSyncError, match=r"cannot listen at 192\.0\.2\.1"):
         sender.open("192.0.2.1", "group", 2)
+
+
+def test_bucket_goes_before_anybody_has_come_to_receive_it(tmp_path):
+    """NCCL connects in the first broadcast, which receivers begin when they are told of it."""
+    here = threading.Event()
+
+    class Waits:
+        device, sent = torch.device("cpu"), 0
+
+        def broadcast(self, flat):
+            assert here.wait(20.0)
+            return len(flat)
+
+        def wait(self, work):
+            self.sent += work
+
+        def leave(self):
+            here.set()
+
+    how = {"backend": "gloo", "timeout_s": 0.2, "directory": tmp_path, "model": None}
+    sender = BroadcastSender(Trainer(), rank=0, bucket_bytes=4000, **how)
+    sender._group = group = Waits()
+    sender.fill(0, True)
+    sender.fill(1, False)
+    with pytest.raises(WeightSyncError, match=r"nobody came to a broadcast within 0\.2 s"):
+        sender.free(0)
+    here.set()
+    sender.finish()
+    assert group.sent > 0
+    sender.give_up()
 
 
 def test_uses_of_gpu_memory_by_handles_that_nobody_opened_end(tmp_path, monkeypatch):
