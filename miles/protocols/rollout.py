@@ -131,8 +131,8 @@ class Tools:
     conversation: Callable[[str], Conversation]
     """A fresh conversation under the given routing key."""
     serve: Callable[[str], AbstractAsyncContextManager[ServedSession]] | None = None
-    """A session under the given routing key, open to an agent's HTTP requests inside the block;
-    what is still being generated is aborted when it ends."""
+    """A session under the given routing key, in which there is no "/", open to an agent's HTTP
+    requests inside the block; what is still being generated is aborted when it ends."""
     play: Callable[[int], Awaitable[Trajectory]] | None = None
     """In `rollout`, of an environment that also has `play` or `episode`: play attempt number i that
     way, failures already turned into values."""
