@@ -87,8 +87,8 @@ class SnapshotSender:
             self._clear()
 
     def give_up(self) -> None:
-        """The new snapshot is not served everywhere: delete it, unless an engine may have begun to
-        read its weights from it."""
+        """The new snapshot is not served everywhere: delete it. (An engine that is still reading it
+        fails to load.)"""
         if self._writes:
             self._new = None
             self._clear()

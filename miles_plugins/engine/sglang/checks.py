@@ -23,6 +23,7 @@ from miles_plugins.engine.sglang.starting import key_of
 __all__ = ["check", "context_length", "listed", "topk", "url_faults", "warnings"]
 
 _ASK_S = 5.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run asks: no proxy
 _TOPK = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 
 
@@ -138,7 +139,7 @@ def _info(url: str, key: str) -> Mapping[str, Any]:
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=_ASK_S) as reply:
+        with _DIRECT.open(request, timeout=_ASK_S) as reply:
             found = msgspec.json.decode(reply.read())
     except (OSError, ValueError) as error:
         why = error.reason if isinstance(error, urllib.error.URLError) else error

@@ -412,6 +412,13 @@ def test_check_warns_of_servers_on_the_gpus_of_the_trainer(python, monkeypatch):
     assert said(4, placement="colocated") == []
 
 
+def test_check_asks_servers_past_a_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://nowhere.invalid:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    found = checks.check(Sglang, Sglang.Config(url="http://127.0.0.1:9"), _planned())
+    assert found == ["http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused"]
+
+
 def test_check_names_ports_experts_and_urls(python):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
