@@ -91,6 +91,13 @@ class Nccl(Bucketed):
                 f"trainer and engines are {wanted} ranks, and NCCL needs a GPU for each; here are "
                 f"{present}"
             )
+        embedded = getattr(planned.specs.get("engine"), "name", "") == "torch"
+        if not faults and embedded:
+            faults.append(
+                "engine=torch computes on the first GPU, where trainer rank 0 does, and NCCL "
+                "refuses two ranks on one GPU; use runtime=ray, which gives each GPUs of its own, "
+                "or engine=sglang with engine.first_gpu"
+            )
         if not faults and int(engine.get("first_gpu", ranks)) < ranks:
             faults.append(
                 f"engines begin at GPU {engine['first_gpu']}, and trainer ranks have GPUs 0 to "

@@ -338,6 +338,10 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
     (fault,) = Nccl.check(Nccl.Config(), _planned(engine={"device": "cpu"}))
     assert "engine.device is cpu" in fault
     assert "transport.backend=gloo" in fault
+    planned = _planned(engine={"device": "cuda"})
+    planned.specs["engine"].name = "torch"
+    (fault,) = Nccl.check(Nccl.Config(), planned)
+    assert "engine=torch computes on the first GPU, where trainer rank 0 does" in fault
     monkeypatch.setattr("miles_plugins.transport.nccl.gpus_here", lambda: 3)
     planned = _planned(trainer={"workers": 2}, engine={"workers": 1, "tp": 2})
     (fault,) = Nccl.check(Nccl.Config(), planned)
