@@ -50,7 +50,7 @@ class Local:
         for rank in range(world):
             full = name if world == 1 else f"{name}-{rank}"
             log = logs / f"{full}.log"
-            process = _Process(full, log, self.config, silent_after_s=silent, loopback=world > 1)
+            process = _Process(full, log, self.config, silent_after_s=silent)
             self._processes.append(process)
             ranks.append(process)
         handle = _LocalHandle(name, ranks)
@@ -142,7 +142,7 @@ class _Process:
     """One worker process and the calls that are open in it."""
 
     def __init__(
-        self, name: str, log: Path, config: Local.Config, *, silent_after_s: float, loopback: bool
+        self, name: str, log: Path, config: Local.Config, *, silent_after_s: float
     ) -> None:
         self.name = name
         self.caller = Caller(name, self._dead)
@@ -154,8 +154,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._sock = ours
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if loopback:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
         command = [sys.executable, "-m", "miles.worker", "--name", name]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with log.open("ab") as output, theirs:
