@@ -261,7 +261,9 @@ def _partial(asked: Request, done: Any, version: int) -> dict[str, Any]:
 @asynccontextmanager
 async def listening(native: Native, host: str, port: int) -> AsyncIterator[str]:
     """Serve while the block runs; the address. Raises `OSError` when nothing can listen there."""
-    runner = web.AppRunner(native.app(), shutdown_timeout=_STOP_S, access_log=None)
+    runner = web.AppRunner(
+        native.app(), shutdown_timeout=_STOP_S, access_log=None, handler_cancellation=True
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
