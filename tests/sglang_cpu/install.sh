@@ -10,6 +10,10 @@ directory=${1:?usage: install.sh DIR}
 stamp=$(cat "$here/install.sh" "$here/requirements.txt" "$here"/stand_ins/*/*.py "$here"/stand_ins/*.py | sha256sum)
 
 [ "$(cat "$directory/stamp" 2>/dev/null)" != "$stamp" ] || exit 0
+if [ -e "$directory" ] && [ ! -e "$directory/pyvenv.cfg" ] && [ -n "$(ls -A "$directory")" ]; then
+    echo "install.sh: $directory is there and is no virtual environment; name another folder" >&2
+    exit 1
+fi
 rm -rf "$directory"
 "${PYTHON:-python3}" -m venv "$directory"
 pip="$directory/bin/pip"
