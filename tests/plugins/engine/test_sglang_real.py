@@ -79,12 +79,23 @@ async def _requests(tiny, engine, request_for):
     await engine.flush()
 
 
+async def _streamed(engine, one, begun):
+    """Its completion; `begun` is set at its first tokens."""
+    last = None
+    async for part in engine.stream(one):
+        begun.set()
+        last = part
+    return last
+
+
 async def _update(tiny, engine, request_for, pause):
     """Weights change under 16 running requests; every token is checked against its weights."""
     tiny.module, old = tiny.other, tiny.module
     asked = [request_for(i, new=80) for i in range(16)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
-    await asyncio.sleep(0.4)
+    begun = asyncio.Event()
+    tasks = [asyncio.create_task(_streamed(engine, asked[0], begun))]
+    tasks += [asyncio.create_task(engine.generate(one)) for one in asked[1:]]
+    await asyncio.wait_for(begun.wait(), 60)
     before = await engine.version()
     await engine.load(before + 1, tiny.weights(tiny.other))
     done = await asyncio.gather(*tasks)
