@@ -5,15 +5,18 @@ Only counts and divides; when to ask the clock is `worker`'s business.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
-from miles import Array
+from miles import Array, ConfigError, Model
 
 __all__ = ["Cost", "Work", "peak_tflops"]
+
+_log = logging.getLogger(__name__)
 
 PEAKS = (
     ("B200", 2250.0),
@@ -59,7 +62,8 @@ class Cost:
     that a token visits count, embeddings that are only looked up do not.
     """
 
-    def __init__(self, model: nn.Module, hf_config: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, registration: Model) -> None:
+        hf_config = registration.hf_config()
         hf_config = hf_config.get("text_config") or hf_config
         share = _visited_share(hf_config)
         embeddings = {id(model.get_input_embeddings().weight)}
@@ -71,10 +75,12 @@ class Cost:
             if id(weight) not in seen and weight.ndim >= 2:
                 seen.add(id(weight))
                 self.blocks += weight.numel() * (share if ".experts." in name else 1.0)
-        layers = int(hf_config["num_hidden_layers"])
-        heads = int(hf_config["num_attention_heads"])
-        size = hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads
-        self.head_dim = int(size)
+        layers, heads, self.head_dim = _attention(registration, hf_config)
+        if not heads:
+            _log.warning(
+                "model %s does not say its heads: attention is not counted as work",
+                type(model).__name__,
+            )
         self.pair = 4.0 * layers * heads * self.head_dim
 
     def forward(self, work: Work) -> float:
@@ -89,6 +95,20 @@ class Cost:
         """(S,) float64: forward operations of whole samples, to balance them by."""
         lengths = np.asarray(lengths_S, np.float64)
         return 2.0 * (self.blocks + self.head) * lengths + self.pair * lengths * (lengths + 1) / 2
+
+
+def _attention(registration: Model, hf_config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Layers, heads and the size of a head, as the family's registration says, or where the
+    embedded engine does not run it, its config under the usual names; zeros where neither does."""
+    try:
+        shape = registration.decoder()
+    except ConfigError:
+        layers, heads = (
+            int(hf_config.get(name) or 0) for name in ("num_hidden_layers", "num_attention_heads")
+        )
+        width = int(hf_config.get("hidden_size") or 0) // heads if heads else 0
+        return layers, heads, int(hf_config.get("head_dim") or width)
+    return shape.layers, shape.heads, shape.head_dim
 
 
 def _visited_share(hf_config: Mapping[str, Any]) -> float:

@@ -67,7 +67,7 @@ class Worker:
         )
         if not config.offload_parameters:
             self.policy.to(self.ranks.device)
-        self.cost = Cost(self.policy.model, context.model.hf_config())
+        self.cost = Cost(self.policy.model, context.model)
         self.way = choose_attention(
             config.attention,
             device=self.ranks.device,
