@@ -49,13 +49,14 @@ reap() {
   done
 }
 
-# In the background: wait, then end the command; a TERM, whenever it comes, ends the waiting.
+# In the background: wait, then end the command; a TERM, whenever it comes, ends the waiting. KILL,
+# for between fork and exec a child still has the shell's trap, which would swallow a TERM.
 limit() {
   over='' waiting=''
-  trap 'over=1; kill $waiting' TERM
+  trap 'over=1; kill -9 $waiting' TERM
   sleep "$1" &
   waiting=$!
-  [ -z "$over" ] || kill "$waiting"
+  [ -z "$over" ] || kill -9 "$waiting"
   wait "$waiting"
   [ -z "$over" ] || exit 0
   : >"$job/late"
