@@ -76,6 +76,7 @@ def test_rewards_that_are_no_numbers_stop_the_run_with_the_environment_named(
     assert not metrics.exists() or "reward/mean" not in metrics.read_text()
 
 
+@pytest.mark.slow
 def test_groups_that_are_all_dropped_starve_the_run_with_what_was_seen(rl, data, write, tmp_path):
     plugin = write("reward.py", REWARD.format(value="1.0"))
     ended = rl(

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 MILES = Path(sys.executable).parent / "miles"
 
 
@@ -48,6 +50,7 @@ def _wait(condition, seconds, what):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_killed_driver_leaves_no_worker_behind(tiny_overrides, tmp_path):
     """SIGKILL gives the driver no chance to say goodbye; the workers notice by themselves."""
     overrides = [*tiny_overrides, "stages.sft.steps=100000", f"run.dir={tmp_path}", "run.name=run"]

@@ -58,7 +58,8 @@ def compare(name, found, value, precision):
         np.testing.assert_allclose(found, value, rtol=0.05, atol=0.02, err_msg=name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_ranks_equal_one(tmp_path, precision):
     """Losses, gradient norms, weights, log-probs, and an exact continuation from disk; one step has
     fewer samples than ranks, micro-batches are unequal in number, and in bf16 blocks are

@@ -35,6 +35,9 @@ TRANSPORTS = {
     "rdma": (Rdma, {"bucket_bytes": 40_000, "protocol": "tcp"}),
 }
 every = pytest.mark.parametrize("name", TRANSPORTS)
+late = pytest.mark.parametrize(  # of NCCL's group the others are waited for
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "nccl" else ()) for n in TRANSPORTS]
+)
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
 
 
@@ -139,7 +142,7 @@ def test_publish_brings_every_bit_to_every_engine(name, tmp_path):
     asyncio.run(play())
 
 
-@every
+@late
 def test_trainer_that_breaks_half_way_leaves_the_old_version(name, tmp_path):
     async def play():
         sides = Sides(name, tmp_path)
@@ -155,7 +158,7 @@ def test_trainer_that_breaks_half_way_leaves_the_old_version(name, tmp_path):
     asyncio.run(play())
 
 
-@every
+@late
 def test_engine_lost_half_way_is_named_and_brought_up_when_it_is_back(name, tmp_path):
     async def play():
         sides = Sides(name, tmp_path)

@@ -26,6 +26,9 @@ CHOICES = {
     "nccl": (Nccl, {"bucket_bytes": 300, "backend": "gloo", "timeout_s": 10.0}),
 }
 each = pytest.mark.parametrize("name", CHOICES)
+late = pytest.mark.parametrize(  # of NCCL's group the others are waited for
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "nccl" else ()) for n in CHOICES]
+)
 
 
 class Trainer:
@@ -205,7 +208,7 @@ def test_server_that_loses_a_tensor_is_named_and_serves_nothing(name, tmp_path):
     asyncio.run(play())
 
 
-@each
+@late
 def test_update_that_ends_half_way_leaves_no_server_with_two_versions(name, tmp_path):
     async def play():
         sides = Sides(name, tmp_path)
