@@ -186,10 +186,8 @@ class Worker:
                 around = replace(around, **{spec.kind: part})
         if "environment" in self.parts:
             self.parts["rollouts"] = Rollouts(self.parts, around)
-            # as in the driver: what is imported by now stays, and attempts make many short-lived
-            # objects, over which a default collector would walk again and again
-            gc.freeze()
-            gc.set_threshold(50_000, 20, 50)
+            gc.set_threshold(50_000, 20, 50)  # as in the driver: attempts make many objects
+        gc.freeze()  # what is imported by now stays: the collector need not walk it again and again
         if (transport := self.parts.get("transport")) is not None:
             if "trainer" in self.parts:
                 self.parts["sender"] = transport.sender(self.parts["trainer"])
