@@ -50,7 +50,7 @@ def rl(miles, tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        pytest.param("float('nan')", ["NaN"], id="nan"),
+        pytest.param("float('nan')", ["NaN"], id="nan", marks=pytest.mark.slow),
         pytest.param("None", ["None"], id="none", marks=pytest.mark.slow),
         pytest.param("[1.0, 0.0]", ["2 values"], id="length", marks=pytest.mark.slow),
         pytest.param("1e39", ["float32"], id="range", marks=pytest.mark.slow),

@@ -447,6 +447,7 @@ def test_new_refuses_to_overwrite_and_to_take_a_name(miles, tmp_path):
 # ---------------------------------------------------------------- sweeps
 
 
+@pytest.mark.slow
 def test_sweep_runs_every_combination_and_fails_with_one(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     code = sweep(

@@ -182,6 +182,7 @@ def test_report_refuses_a_directory_without_a_run(tmp_path: Path) -> None:
         write(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_report_of_a_long_run_is_small_and_quick(tmp_path: Path) -> None:
     make_run(tmp_path, sft=20_000, grpo=10_000)
     began = time.process_time()

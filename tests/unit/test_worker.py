@@ -156,6 +156,7 @@ def test_worker_death_fails_open_calls_with_its_name(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_worker_hung_is_noticed_by_its_silence(tmp_path: Path) -> None:
     async def body(handle: Any, runtime: Any, context: Context) -> None:
         pid = (await handle.call("precision.where"))[0]

@@ -32,7 +32,12 @@ async def _together(engine, requests):
 
 @pytest.mark.parametrize(
     ("shape", "rows", "chunk"),
-    [("qwen3", 16, 0), ("qwen3", 64, 0), ("qwen3", 24, 5), ("llama-one-key-head", 16, 0)],
+    [
+        ("qwen3", 16, 0),
+        pytest.param("qwen3", 64, 0, marks=pytest.mark.slow),
+        ("qwen3", 24, 5),
+        pytest.param("llama-one-key-head", 16, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_generate_64_requests_alone_together_and_shuffled_are_bit_equal(
     make_tiny, request_for, assert_equal, shape, rows, chunk

@@ -32,7 +32,14 @@ def test_suite_passes_a_good_component(kind: str, name: str) -> None:
     assert contract.check(kind, name, REGISTRY, config=CONFIGS.get(kind)) == []
 
 
-@pytest.mark.parametrize(("kind", "name"), BROKEN)
+SLOW = {("runtime", "stop"), ("runtime", "end")}
+"""They wait for processes that do not end."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*each, marks=pytest.mark.slow if each in SLOW else ()) for each in BROKEN],
+)
 def test_check_notices_the_broken_component(kind: str, name: str, miles_context) -> None:
     check = _check_of(kind, name)
     with pytest.raises(Exception, match=r"\w{3,}") as raised:
