@@ -11,6 +11,7 @@ from typing import Any
 from miles_plugins.tito.rendered import Rendered, Variant
 
 __all__ = [
+    "KIMI",
     "DeepSeekV4",
     "Glm4",
     "Glm5",
@@ -132,7 +133,7 @@ class Nemotron3(Rendered):
     open_arguments = ("enable_thinking", "truncate_history_thinking")
 
 
-_KIMI = (
+KIMI = (
     "<|im_user|>",
     "<|im_assistant|>",
     "<|im_system|>",
@@ -144,6 +145,7 @@ _KIMI = (
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
 )
+"""Special tokens of every Kimi K2."""
 
 
 class KimiK2(Rendered):
@@ -151,7 +153,7 @@ class KimiK2(Rendered):
 
     name = "kimi_k2"
     variants = _variants("kimi-k2")
-    tokens = _KIMI
+    tokens = KIMI
     tools_by_code = True
 
 
@@ -162,7 +164,7 @@ class KimiK25(Rendered):
     name = "kimi_k2_5"
     variants = _variants("kimi-k2.5")
     tokens = (
-        *_KIMI,
+        *KIMI,
         *_THINK,
         "<|media_begin|>",
         "<|media_content|>",

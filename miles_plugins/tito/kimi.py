@@ -10,22 +10,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from miles import Array, Message
+from miles_plugins.tito.families import KIMI
 from miles_plugins.tito.templated import Templated
 
 __all__ = ["KimiK2Early", "KimiK2Thinking"]
 
-_TOKENS = (
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_system|>",
-    "<|im_middle|>",
-    "<|im_end|>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-)
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ '<|im_assistant|>assistant<|im_middle|>' }}THOUGHT{{ m.content or '' }}"
@@ -48,7 +37,7 @@ class KimiK2Early(Templated):
     numbered in each turn. Ids of calls are those that the model writes."""
 
     name = "kimi_k2_early"
-    tokens = _TOKENS
+    tokens = KIMI
     end = "<|im_end|>"
     calls = ("<|tool_calls_section_begin|>",)
     appendable = ("user", "tool", "system")
