@@ -10,6 +10,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import asyncio
+import logging
+import re
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 
@@ -17,6 +22,34 @@ hypothesis.settings.register_profile("busy", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("busy")
 
 ASKED_FOR = ("slow", "bench", "sglang")
+
+
+class _Lost(logging.Handler):
+    """Keeps what asyncio says of tasks and futures whose exception nobody has seen, those left out
+    that belong to a package, as what a client that a test never closed does when it is
+    collected."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage()
+        where = re.search(r"defined at (\S+)", said)
+        if "was never retrieved" in said and not (where and "site-packages" in where[1]):
+            self.said.append(logging.Formatter().format(record))
+
+
+_lost = _Lost()
+logging.getLogger(asyncio.__name__).addHandler(_lost)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_lost() -> Iterator[None]:
+    """A task that fails unheard is a fault of what started it, and prints where people read."""
+    yield
+    said, _lost.said = _lost.said, []
+    assert not said, "\n".join(said)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -130,6 +130,10 @@ class Asking:
         if self._pair is not None:
             await self._pair.http.ask("POST", "/abort_request", {"rid": rid})
 
+    async def _let_go(self, rid: str) -> None:
+        with suppress(EngineError):  # the server is gone, and the request with it
+            await self._abort(rid)
+
     # ---- while weights change
 
     def close(self, *, cut: bool) -> None:
@@ -174,11 +178,9 @@ class Asking:
         try:
             yield rid
         except (asyncio.CancelledError, GeneratorExit, EngineError):
-            try:
+            with suppress(TimeoutError):  # the server is busy; the caller knows why it left
                 async with asyncio.timeout(self._http.connect_s):
-                    await asyncio.shield(self._abort(rid))
-            except (EngineError, TimeoutError, asyncio.CancelledError):
-                pass  # the server is gone or busy; the caller already knows why it left
+                    await asyncio.shield(self._let_go(rid))  # told even if who asks is cancelled
             raise
         finally:
             del self.running[rid]

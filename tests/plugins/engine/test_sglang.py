@@ -4,6 +4,7 @@ spans across updates, proofs, and every way in which a server can be wrong."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,26 @@ def test_sglang_aborts_what_nobody_waits_for(play, how):
         assert server.aborted == [server.bodies[0]["rid"]]
 
     play(check, timeout_s=0.3 if how == "time out" else 20.0)
+
+
+def test_sglang_abort_that_is_not_answered_is_heard_of_by_nobody(play, caplog):
+    """It outlives a caller that is cancelled twice, and its error is then nobody's: it must not
+    come up in the log as a task that was never asked."""
+
+    async def check(client, server):
+        server.silent.add("/abort_request")
+        task = asyncio.create_task(client.generate(_request(100000)))
+        await _running(server, 1)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.4)
+        gc.collect()
+
+    play(check, connect_s=0.3)
+    assert "never retrieved" not in caplog.text
 
 
 def test_sglang_gives_the_rank_of_the_key(play):
