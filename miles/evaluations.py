@@ -186,11 +186,11 @@ class Evaluations:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s + grace_s)
             if not done:
                 task.cancel()
-                await asyncio.wait({task})
+                await asyncio.wait({task}, timeout=_GRACE_S)
         if self._sharing is not task:
             return  # the run was interrupted meanwhile
         self._sharing = None
-        if task.cancelled():
+        if task.cancelled() or not task.done():  # its environment may not stop when it is told to
             reason = f"timeout: not done after {self.timeout_s:g} s, and weights wait to be sent"
             self._record(self._sharing_version, [Skipped(set="all", reason=reason)])
         else:

@@ -20,6 +20,7 @@ from miles.remote import RemoteTrainer
 __all__ = ["Weights"]
 
 _WATCH_S = 5.0  # between looks at the engines
+_CLEAN_UP_S = 60.0  # for a transport to end a publish that was given up
 _PUBLISHES = re.compile(r"(sender|receiver|engine\.(pause|resume|load))").match
 
 
@@ -99,10 +100,12 @@ class Weights:
             ended = sending.done()
             if not ended:
                 sending.cancel()
-                await asyncio.wait({sending})
+                await asyncio.wait({sending}, timeout=_CLEAN_UP_S)
         if ended:
             return sending.result()
         waits_for = "; ".join(owing) or type(self._transport).__name__
+        if not sending.done():
+            waits_for += f", which did not stop in {_CLEAN_UP_S:g} s either"
         raise WeightSyncError(
             f"publishing version {version} took longer than publish_timeout_s "
             f"({self._timeout_s:g} s), waiting for {waits_for}"

@@ -184,6 +184,30 @@ def test_weights_publish_that_hangs_names_who_it_waited_for_and_how_long(tmp_pat
     asyncio.run(main())
 
 
+def test_weights_transport_that_ignores_being_given_up_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles.weights._CLEAN_UP_S", 0.05)
+
+    async def main() -> None:
+        at = await made(tmp_path, timeout_s=0.02)
+        heard = asyncio.Event()
+
+        async def deaf(version: int, **_: Any) -> Receipt:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                await heard.wait()
+            raise AssertionError("nobody waits for this")
+
+        at.transport.publish = deaf
+        said = r"publish_timeout_s \(0\.02 s\), .*, which did not stop in 0\.05 s either$"
+        with pytest.raises(WeightSyncError, match=said):
+            await at.weights.publish()
+
+    asyncio.run(main())
+
+
 def test_engines_are_kept_rebuilt_or_replaced(tmp_path: Path) -> None:
     async def main() -> None:
         at = await made(tmp_path)
