@@ -36,7 +36,8 @@ from miles.types import (
 
 __all__ = ["Connection", "decode", "encode", "error_from_wire", "error_to_wire"]
 
-_ARRAY = 0
+_ARRAY = 0  # extension codes: an array of any shape; `_WIRE` has those from 1 on
+_FLAT = 64  # and from here on: arrays of one dimension, by dtype, nothing but their items
 _WIRE: tuple[type, ...] = (
     Request,
     Completion,
@@ -74,6 +75,8 @@ def _encode_array(value: Any) -> Any:
             raise TypeError(
                 f"wire: an array of {value.dtype} cannot cross a process; cast it first"
             )
+        if value.ndim == 1:  # most of them, and short ones: every microsecond counts
+            return msgspec.msgpack.Ext(_FLAT + kind, value.tobytes())
         head = _HEADS[value.ndim].pack(kind, value.ndim, *value.shape)
         return msgspec.msgpack.Ext(_ARRAY, head + value.tobytes())
     if isinstance(value, np.generic):
@@ -84,6 +87,8 @@ def _encode_array(value: Any) -> Any:
 
 
 def _decode_ext(code: int, data: memoryview) -> Any:
+    if 0 <= (kind := code - _FLAT) < len(_DTYPES):
+        return np.frombuffer(data, _DTYPES[kind]).copy()  # the frame's buffer goes away
     if code == _ARRAY:
         return _decode_array(data)
     if 1 <= code <= len(_DECODERS):
@@ -99,8 +104,7 @@ def _decode_array(data: memoryview) -> Array:
         raise ValueError("wire: an array's header is malformed")
     shape = head.unpack_from(data)[2:]
     flat = np.frombuffer(data, _DTYPES[data[0]], offset=head.size)
-    # a copy: the frame's buffer goes away, and receivers may write
-    return flat.copy() if data[1] == 1 and shape[0] == len(flat) else flat.reshape(shape).copy()
+    return flat.reshape(shape).copy()  # the frame's buffer goes away, and receivers may write
 
 
 def _accept(expected: type, value: Any) -> Any:
@@ -190,6 +194,8 @@ class Connection(asyncio.Protocol):
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """That of the connection, once there is one."""
         self._incoming = bytearray()
         self._outgoing: list[bytes] = []
         self.limit: int | None = None
@@ -197,6 +203,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self.loop = asyncio.get_running_loop()
 
     def send(self, value: list[Any]) -> None:
         """Queue one frame. Raises `TypeError` when the value cannot cross, before anything is
