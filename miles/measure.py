@@ -5,6 +5,7 @@ Names and units are listed in `miles.metrics`; nothing is averaged over steps he
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,8 +236,9 @@ class _Lengths:
         for trajectory in group.trajectories:
             if trajectory.samples:
                 self.trajectories += 1
-                spans = (span for sample in trajectory.samples for span in sample.spans)
-                self.tokens += sum(span.stop - span.start for span in spans)
+            for sample in trajectory.samples:
+                for span in sample.spans:
+                    self.tokens += span.stop - span.start
 
     @property
     def mean(self) -> float:
@@ -263,17 +265,14 @@ def _freshness(batch: Batch, version: int, buffer: Buffer) -> dict[str, float]:
     waiting = buffer.queue()
     ages, older = [age for age, _ in waiting], [lag for _, lag in waiting]
     return {
-        "staleness/mean": float(np.mean(lags)) if lags else 0.0,
+        "staleness/mean": _mean(lags),
         "staleness/max": max(lags, default=0),
         **{f"staleness/lag_{lag}": n for lag, n in sorted(Counter(lags).items())},
-        **{
-            f"tokens/lag_{lag}": int(n)
-            for lag, n in zip(*np.unique(trained, return_counts=True), strict=True)
-        },
-        "staleness/waiting_mean": float(np.mean(older)) if older else 0.0,
+        **{f"tokens/lag_{lag}": int(n) for lag, n in enumerate(np.bincount(trained)) if n},
+        "staleness/waiting_mean": _mean(older),
         "staleness/waiting_max": max(older, default=0),
         **{f"staleness/waiting_lag_{lag}": n for lag, n in sorted(Counter(older).items())},
-        "buffer/age_mean_s": float(np.mean(ages)) if ages else 0.0,
+        "buffer/age_mean_s": _mean(ages),
         "buffer/age_max_s": max(ages, default=0.0),
     }
 
@@ -285,4 +284,9 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
         for trajectory in group.trajectories:
             for name, value in trajectory.metrics.items():
                 values[f"env/{name}"].append(value)
-    return {name: float(np.mean(v)) for name, v in values.items()}
+    return {name: _mean(v) for name, v in values.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """0 without any."""
+    return math.fsum(values) / len(values) if values else 0.0
