@@ -22,14 +22,6 @@ from miles.types import Drop, Group, Task
 __all__ = ["Buffer", "Lease"]
 
 
-def _now() -> float:
-    """Seconds of the running event loop, which are virtual in a simulation."""
-    try:
-        return asyncio.get_running_loop().time()
-    except RuntimeError:  # made before a loop runs; loops count as the monotonic clock does
-        return time.monotonic()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """The right, and the duty, to bring back one group."""
@@ -81,9 +73,9 @@ class Buffer:
         self.ended: list[tuple[int, str]] = []
         self._leases: dict[int, Lease] = {}
         self._running: dict[int, int] = {}  # group id -> trajectories that hold a place
-        self._since: dict[int, float] = {}  # group id -> when it began
         self._running_total = 0
-        self._began: dict[int, int] = {}  # group id -> version that was published as it began
+        # group id -> when it began, and version that was published then
+        self._began: dict[int, tuple[float, int]] = {}
         self._cancels: dict[int, Callable[[], object]] = {}
         self._doomed: dict[int, int] = {}  # cancelled and not back yet -> version too late for it
         self._ready: dict[int, Group] = {}  # in order of arrival
@@ -94,7 +86,8 @@ class Buffer:
         self._held, self._held_s = 0, 0.0  # new groups; seconds that `take` waited meanwhile
         self._closed = self._stopped = False
         self._changed = asyncio.Event()
-        self._last_arrival = _now()
+        self._clock: Callable[[], float] | None = None  # of the event loop
+        self._last_arrival = self._now()
         self._waits: tuple[int, float, Accounts] | None = None  # `take`: for how many, since, then
 
     # ---- admission
@@ -130,8 +123,7 @@ class Buffer:
 
     def start(self, lease: Lease, cancel: Callable[[], object] | None = None) -> None:
         """A group begins; `cancel` ends it early, when it has become useless."""
-        self._began[lease.id] = self.published_version
-        self._since[lease.id] = _now()
+        self._began[lease.id] = self._now(), self.published_version
         if cancel is not None:
             self._cancels[lease.id] = cancel
         self._leases[lease.id] = lease
@@ -151,7 +143,6 @@ class Buffer:
         """A group is back: buffered, or dropped on arrival."""
         self._running_total -= self._running.pop(group.id)
         self._began.pop(group.id)
-        self._since.pop(group.id)
         self._cancels.pop(group.id, None)
         self._doomed.pop(group.id, None)  # it may be back before it could be cancelled
         self.accounts.in_flight -= 1
@@ -161,7 +152,7 @@ class Buffer:
             self._ready[group.id] = group
             self._oldest[group.id] = group.oldest
             self.accounts.buffered += 1
-            self._last_arrival = self._arrived[group.id] = _now()
+            self._last_arrival = self._arrived[group.id] = self._now()
         else:
             self._end(group.id, drop.reason)
         self._changed.set()
@@ -201,7 +192,7 @@ class Buffer:
         """End groups in flight that can no longer be fresh enough when the trainer next takes any:
         their oldest token may be of the version that was published as they began."""
         next_take = self.trainer_version + bool(self._training)
-        for group, began in self._began.items():
+        for group, (_, began) in self._began.items():
             late = next_take - began > self.max_lag and group not in self._doomed
             if late and (cancel := self._cancels.get(group)) is not None:
                 self._doomed[group] = next_take
@@ -214,7 +205,7 @@ class Buffer:
         self._retry(self._leases[group].task)  # until now its own lease stood for the task
         return Drop(
             reason="aborted",
-            detail=f"began under version {self._began[group]}, more than max_lag "
+            detail=f"began under version {self._began[group][1]}, more than max_lag "
             f"({self.max_lag}) before version {next_take}, at which groups are taken next",
         )
 
@@ -225,7 +216,7 @@ class Buffer:
         When the tasks have run out (`close`): the short rest, or with `last="drop"` nothing. Empty
         also after `stop`. Raises `BufferStarved` when nothing usable arrived for `starved_after_s`.
         """
-        self._last_arrival = _now()
+        self._last_arrival = self._now()
         a = self.accounts
         self._waits = count, self._last_arrival, replace(a, dropped=Counter(a.dropped))
         try:
@@ -244,7 +235,7 @@ class Buffer:
                 return self._collect(count)
             if self._closed and not self.accounts.in_flight:
                 return self._collect(len(self._ready)) if last == "keep" else []
-            patience = self._last_arrival + self.starved_after_s - _now()
+            patience = self._last_arrival + self.starved_after_s - self._now()
             if patience <= 0 and (still := self.standstill()) is not None:
                 if not still.in_flight or still.dropped:
                     raise starved(still)
@@ -252,9 +243,9 @@ class Buffer:
             if not self._held:
                 await self._wait(patience)
             else:
-                held_since = _now()
+                held_since = self._now()
                 await self._wait(None)
-                self._last_arrival = _now()
+                self._last_arrival = self._now()
                 self._held_s += self._last_arrival - held_since
 
     def _in_order(self, count: int) -> bool:
@@ -290,11 +281,11 @@ class Buffer:
         if self._waits is None or self._held:
             return None
         count, began, seen = self._waits
-        now, a = _now(), self.accounts
-        first = min(self._since, key=self._since.__getitem__, default=None)
+        now, a = self._now(), self.accounts
+        first = min(self._began, key=self._began.__getitem__, default=None)
         longest = None
         if first is not None:
-            longest = (first, self._leases[first].task.id, now - self._since[first])
+            longest = (first, self._leases[first].task.id, now - self._began[first][0])
         return Standstill(
             wanted=count,
             ready=len(self._ready),
@@ -332,7 +323,7 @@ class Buffer:
     def release(self) -> None:
         """Undo one `hold`."""
         self._held -= 1
-        self._last_arrival = _now()
+        self._last_arrival = self._now()
         self._changed.set()
 
     async def drained(self, timeout: float) -> None:
@@ -356,7 +347,7 @@ class Buffer:
         `stop` their leases stay open, as if they had never started: a resumed run starts them
         again."""
         left = [*self._running, *self._ready]
-        for known in (self._running, self._began, self._since, self._cancels, self._doomed):
+        for known in (self._running, self._began, self._cancels, self._doomed):
             known.clear()
         self._ready.clear()
         self._arrived.clear()
@@ -379,7 +370,7 @@ class Buffer:
 
     def queue(self) -> list[tuple[float, int]]:
         """(seconds since it came back, staleness now) of each group that waits for the trainer."""
-        now = _now()
+        now = self._now()
         return [(now - self._arrived[g.id], self.staleness(g)) for g in self._ready.values()]
 
     @property
@@ -391,6 +382,15 @@ class Buffer:
     def waiting(self) -> tuple[Group, ...]:
         """Finished groups that wait for the trainer."""
         return tuple(self._ready.values())
+
+    def _now(self) -> float:
+        """Seconds of the event loop, which are virtual in a simulation."""
+        if self._clock is None:  # asking for the loop is a system call on Python 3.11
+            try:
+                self._clock = asyncio.get_running_loop().time
+            except RuntimeError:  # made before it runs; loops count as the monotonic clock does
+                return time.monotonic()
+        return self._clock()
 
     async def _wait(self, timeout: float | None) -> None:
         self._changed.clear()

@@ -68,7 +68,8 @@ class Caller:
     ) -> Any:
         """The answer of `part.method`. Raises what it raised; `WorkerError` when the other end is
         gone; `TimeoutError` after `timeout` seconds. What is given up here is cancelled there."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = self.connection.loop or asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
         number = self._ask(target, args, kwargs, future)
         try:
             if timeout is None:

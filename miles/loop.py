@@ -154,6 +154,7 @@ async def publish(run: Run) -> None:
 
 async def produce(run: Run) -> None:
     """Start groups whenever there is room, until the tasks run out."""
+    soon = asyncio.get_running_loop().call_soon
     async with asyncio.TaskGroup() as tasks:
         while True:
             await run.buffer.place()
@@ -163,7 +164,7 @@ async def produce(run: Run) -> None:
                 return
             task = tasks.create_task(_bring_back(run, lease), name=f"group {lease.id}")
             # soon, as a task that is cancelled before it began brings nothing back
-            run.buffer.start(lease, partial(asyncio.get_running_loop().call_soon, task.cancel))
+            run.buffer.start(lease, partial(soon, task.cancel))
             run.hook.group_started(group=lease.id, task=lease.task)
 
 

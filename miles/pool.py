@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import Lease
+from miles.deadline import Deadline
 from miles.errors import EpisodeTimeout, WorkerError
 from miles.protocols import Handle
 from miles.router.accounts import summarize
@@ -64,7 +65,7 @@ class Pool:
         connected. Of the settings, deadlines and `max_restarts` are used."""
         self._workers = [_Worker(handle) for handle in handles]
         self._restart = restart
-        self._deadline_s = settings.group_deadline_s
+        self._deadline = Deadline(settings.group_deadline_s)
         self._worker_timeout_s = settings.worker_timeout_s
         self._silent_after_s = settings.silent_after_s
         self._restarts_left = settings.max_restarts
@@ -95,16 +96,16 @@ class Pool:
         worker = min(self._workers, key=lambda w: w.playing)
         handle = worker.handle
         worker.playing += 1
-        deadline = asyncio.timeout(self._deadline_s)
+        wait = self._deadline.wait()
         try:
-            async with deadline:
+            with wait:
                 if returned is not None:
                     return await self._each(handle, lease, returned), False
                 group: Group = await handle.call("rollouts.group", lease.id, lease.task, *how)
                 return group, False
         except (WorkerError, TimeoutError) as error:
-            late = deadline.expired()
-            return await self._lost(worker, handle, lease, error, late=late), not late
+            lost = await self._lost(worker, handle, lease, error, late=wait.expired)
+            return lost, not wait.expired
         finally:
             worker.playing -= 1
 
@@ -130,7 +131,7 @@ class Pool:
                     reason = EpisodeTimeout.reason
                 else:
                     raise error
-        what = str(error) or f"not back {self._deadline_s:g} s after its start"
+        what = str(error) or f"not back {self._deadline.limit_s:g} s after its start"
         failure = Drop(reason=reason, detail=what)
         lost = Trajectory(id=f"g{lease.id}", samples=(), failure=failure)
         return Group(id=lease.id, task=lease.task, trajectories=(lost,))

@@ -41,7 +41,7 @@ TABLE = {
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
     "loop": Row(
-        "accounts starvation buffer placement checkpoint ledger tracking measure loop"
+        "accounts starvation deadline buffer placement checkpoint ledger tracking measure loop"
         " directory record curves report",
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",
