@@ -205,7 +205,8 @@ class Sample:
     def oldest(self) -> WeightVersion | None:
         """Oldest version of a trainable token; None when nothing is trainable."""
         for span in self.spans:
-            if np.count_nonzero(self.trainable[span.start : span.stop]):
+            some = self.trainable[span.start]  # the first of them, as a rule
+            if some or np.count_nonzero(self.trainable[span.start : span.stop]):
                 return span.version
         return None
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,10 @@ class _LocalHandle:
         self.ranks = ranks
         self.world = len(ranks)
 
-    async def call(
+    def call(
         self, target: str, *args: Any, rank: int = 0, timeout: float | None = None, **kwargs: Any
-    ) -> Any:
-        return await self.ranks[rank].call(target, *args, timeout=timeout, **kwargs)
+    ) -> Coroutine[Any, Any, Any]:
+        return self.ranks[rank].call(target, *args, timeout=timeout, **kwargs)
 
     def owed(self) -> list[tuple[str, float]]:
         return [each for process in self.ranks for each in process.caller.owed()]
