@@ -8,6 +8,7 @@ from miles import batch, episode, errors, protocols, types
 from miles.batch import *  # noqa: F403
 from miles.calls import Caller, keep_alive
 from miles.child_server import ChildServer, serve_child
+from miles.daemon import asked_to_stop, secret_in
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
@@ -25,12 +26,14 @@ __all__ = [
     "RunKeys",
     "SessionKeys",
     "Settings",
+    "asked_to_stop",
     "derive_seed",
     "hookimpl",
     "in_thread",
     "keep_alive",
     "process_alive",
     "process_identity",
+    "secret_in",
     "serve_child",
     *batch.__all__,
     *episode.__all__,

@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from miles.daemon import asked_to_stop
 from miles.errors import ConfigError, WorkerError
 from miles.plugins import Registry
 from miles.session.server import make_front, serve
-from miles.sessions import asked_to_stop, planned, serve_alone
+from miles.sessions import planned, serve_alone
 from miles.settings import Settings
 
 __all__ = ["main", "serve_fleet"]

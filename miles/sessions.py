@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from miles.compose import quoted
 from miles.config import Plan, Stage, compose
+from miles.daemon import asked_to_stop, secret_in
 from miles.errors import ConfigError
 from miles.protocols import Context, Spec
 from miles.seeds import derive_seed
@@ -27,8 +25,6 @@ from miles.settings import Settings
 from miles.types import Sampling
 
 __all__ = [
-    "admin_token",
-    "asked_to_stop",
     "directory_of",
     "planned",
     "serve_alone",
@@ -57,7 +53,7 @@ def serve_command(overrides: Sequence[str], *, registry: Any, folders: Sequence[
                 overrides,
                 workers=workers,
                 directory=directory,
-                token=admin_token(directory / "admin_token"),
+                token=secret_in(directory / "admin_token"),
                 settings=settings,
                 registry=registry,
                 folders=folders,
@@ -138,7 +134,7 @@ async def serve_alone(
             ),
             seed_of=lambda id: derive_seed(settings.seed, "session", id),
             model=_name(built["model"]),
-            admin_token=admin_token(directory / "admin_token"),
+            admin_token=secret_in(directory / "admin_token"),
             client_sampling=settings.session.client_sampling,
         )
         async with serve(app, settings.session.host, settings.session.port) as address:
@@ -188,25 +184,3 @@ def _build(stage: Stage, registry: Any, directory: Path) -> Mapping[str, Any]:
 def _name(model: Any) -> str:
     folder = model.directory()
     return "policy" if folder is None else Path(folder).resolve().name
-
-
-def admin_token(path: Path) -> str:
-    """The secret in a file that only its owner reads; made at the first start, so that clients of
-    before a restart still have the right one."""
-    with suppress(FileExistsError):
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(made, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    token = path.read_text(encoding="utf-8").strip()
-    if not token:
-        raise ConfigError(f"{path} is empty; remove it, and a new token is made")
-    return token
-
-
-async def asked_to_stop() -> None:
-    """SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()

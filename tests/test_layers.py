@@ -64,7 +64,7 @@ TABLE = {
         "data contract wire plugins loop session testing assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),
-    "children": Row("child_server", "data", "uvicorn"),
+    "children": Row("child_server daemon", "data", "uvicorn"),
     "facade": Row("__init__", "data contract wire children"),
 }
 """Bottom to top. A module that is in no row, and an import that its row does not allow, fail."""

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
-import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from miles import ConfigError, Context, EngineError
+from miles import ConfigError, Context, asked_to_stop, secret_in
 
 __all__ = ["add"]
 
@@ -94,7 +91,7 @@ async def _serve(stage: Any, registry: Any, directory: Path, host: str, port: in
     if model.directory() is not None and not model.random:
         await engine.load_directory(0, Path(model.directory()))
     token_file = directory / "token"
-    native = Native(engine, token=_token(token_file), pause=stage.settings.pause)
+    native = Native(engine, token=secret_in(token_file), pause=stage.settings.pause)
     try:
         async with listening(native, host, port) as address:
             print(f"the engine is served at {address}", flush=True)
@@ -102,7 +99,7 @@ async def _serve(stage: Any, registry: Any, directory: Path, host: str, port: in
             print(f"  engine=sglang engine.url={address} engine.api_key_file={token_file}")
             if await engine.version() < 0:
                 print("it has no weights yet: POST /update_weights_from_disk", flush=True)
-            await _asked_to_stop()
+            await asked_to_stop()
     except OSError as error:
         raise ConfigError(
             f"port {port} of {host} cannot be listened at: {error.strerror}"
@@ -122,23 +119,3 @@ def _build(stage: Any, registry: Any, directory: Path) -> tuple[Any, Any]:
     for part in ("model", "precision"):
         context = replace(context, **{part: registry.build(stage.specs[part], context)})
     return registry.build(stage.specs["engine"], context), context.model
-
-
-def _token(path: Path) -> str:
-    """The secret in a file that only its owner reads; made at the first start."""
-    with suppress(FileExistsError):
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(made, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    token = path.read_text(encoding="utf-8").strip()
-    if not token:
-        raise EngineError(f"{path} is empty; remove it, and a new token is made")
-    return token
-
-
-async def _asked_to_stop() -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
