@@ -10,12 +10,19 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
+    aclosing,
     asynccontextmanager,
-    suppress,
 )
 from functools import lru_cache, partial
 from typing import Any
@@ -32,15 +39,38 @@ from miles.session import Counters, Session, SessionConversation
 from miles.session.partial import Partial
 from miles.types import Group, Sampling, Task
 
-__all__ = ["Rollouts"]
+__all__ = ["Rollouts", "as_they_end"]
 
 _DIAL_S = 30.0  # for an engine worker to take a connection
+_END_S = 30.0  # for a group that nobody wants any more to clean up
 _RESTART_S = 240.0  # that a request waits for an engine which is being started again
 
 
 @lru_cache(maxsize=1024)  # asked for by every attempt of a group
 def _group_seed(seed: int, group: int) -> int:
     return derive_seed(seed, "evaluate" if group < 0 else "rollout", group)
+
+
+async def as_they_end(
+    play: Callable[[Callable[[], None]], Coroutine[Any, Any, Group]], *, name: str
+) -> AsyncGenerator[Group | None]:
+    """None whenever one attempt of a group has ended, last the group. `play(tell)` plays it, and
+    calls `tell` for every attempt; leaving early ends it."""
+    ended: asyncio.Queue[None] = asyncio.Queue()
+    playing = asyncio.create_task(play(partial(ended.put_nowait, None)), name=name)
+    playing.add_done_callback(lambda _: ended.put_nowait(None))
+    try:
+        while True:
+            await ended.get()
+            if playing.done():
+                break
+            yield None
+        yield await playing
+    finally:
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=_END_S)
+        if playing.done() and not playing.cancelled():
+            playing.exception()  # heard here, if the group was not waited for any more
 
 
 class Rollouts:
@@ -150,22 +180,17 @@ class Rollouts:
 
     async def returning(self, group: int, task: Task) -> AsyncIterator[Group | None]:
         """As `group`: None whenever one attempt has ended, last the group."""
-        ended: asyncio.Queue[None] = asyncio.Queue()
-        self._returned[group] = partial(ended.put_nowait, None)
-        playing = asyncio.create_task(self.group(group, task), name=f"group {group}")
-        playing.add_done_callback(lambda _: ended.put_nowait(None))
-        try:
-            while True:
-                await ended.get()
-                if playing.done():
-                    break
-                yield None
-            yield await playing
-        finally:
-            del self._returned[group]
-            playing.cancel()
-            with suppress(asyncio.CancelledError):
-                await playing
+
+        async def play(tell: Callable[[], None]) -> Group:
+            self._returned[group] = tell
+            try:
+                return await self.group(group, task)
+            finally:
+                del self._returned[group]
+
+        async with aclosing(as_they_end(play, name=f"group {group}")) as ends:
+            async for each in ends:
+                yield each
 
     def _end(self, group: int) -> None:
         del self._held[group]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,7 @@ from miles.batch import Batch
 from miles.buffer import Lease
 from miles.errors import WorkerError
 from miles.protocols import Tools
+from miles.rollouts import as_they_end
 from miles.seeds import derive_seed
 from miles.session.partial import Partial
 from miles.simulate.engine import ModelledEngine
@@ -173,19 +174,13 @@ class Worker:
     async def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Group | None]:
         """As `miles.rollouts.Rollouts.returning`."""
         lease = Lease(id=args[0], task=args[1])
-        ended: asyncio.Queue[None] = asyncio.Queue()
-        returned = partial(ended.put_nowait, None)
-        playing = asyncio.create_task(self._group(lease, returned=returned))
-        playing.add_done_callback(lambda _: ended.put_nowait(None))
-        try:
-            while True:
-                await ended.get()
-                if playing.done():
-                    break
-                yield None
-            yield await playing
-        finally:
-            playing.cancel()
+
+        async def play(tell: Callable[[], None]) -> Group:
+            return await self._group(lease, returned=tell)
+
+        async with aclosing(as_they_end(play, name=f"group {lease.id}")) as ends:
+            async for each in ends:
+                yield each
 
     async def _group(self, lease: Lease, *how: Any, **more: Any) -> Group:
         self._refuse_dead()
