@@ -5,7 +5,6 @@ Names and units are listed in `miles.metrics`; nothing is averaged over steps he
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -289,4 +288,4 @@ def _means(groups: Sequence[Group]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     """0 without any."""
-    return math.fsum(values) / len(values) if values else 0.0
+    return sum(values) / len(values) if values else 0.0
