@@ -133,6 +133,7 @@ class Evaluations:
         self._snapshots = snapshots
         self._sharing: asyncio.Task[None] | None = None
         self._sharing_version = -1
+        self._holding: set[asyncio.Task[None]] = set()  # those for which new groups are held
         self._pending: dict[int, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
         self._taken_up = False
@@ -170,12 +171,22 @@ class Evaluations:
         buffer = self._ground.buffer
         buffer.hold()
         task = asyncio.create_task(self._on_rollout(version), name=f"evaluate {version}")
-        task.add_done_callback(lambda _: buffer.release())  # also when it never began
+        self._holding.add(task)
+        task.add_done_callback(self._let_go)  # also when it never began
         self._sharing, self._sharing_version = task, version
+
+    def _let_go(self, task: asyncio.Task[None]) -> None:
+        """New groups need not wait for it: it has ended, or was given up."""
+        if task in self._holding:
+            self._holding.remove(task)
+            self._ground.buffer.release()
+        elif not task.cancelled():
+            task.exception()  # of one that was given up; nobody else will ask
 
     async def _on_rollout(self, version: int) -> None:
         results = await guarded(version, partial(self._ground.score, version))
-        self._record(version, results)
+        if self._sharing is asyncio.current_task():  # not given up meanwhile
+            self._record(version, results)
 
     async def settle(self, *, grace_s: float = 0.0) -> None:
         """Wait for what plays on the engines that train, `timeout_s` at most; then skip it."""
@@ -190,7 +201,9 @@ class Evaluations:
         if self._sharing is not task:
             return  # the run was interrupted meanwhile
         self._sharing = None
-        if task.cancelled() or not task.done():  # its environment may not stop when it is told to
+        if not task.done():  # it does not stop when it is told to; nobody waits for it
+            self._let_go(task)
+        if task.cancelled() or not task.done():
             reason = f"timeout: not done after {self.timeout_s:g} s, and weights wait to be sent"
             self._record(self._sharing_version, [Skipped(set="all", reason=reason)])
         else:
@@ -277,7 +290,7 @@ class Evaluations:
         """Give up what is going on, and end the fleet."""
         self.stop()
         if self._pending:
-            await asyncio.wait(self._pending.values())
+            await asyncio.wait(self._pending.values(), timeout=_GRACE_S)
         if self._ground.eval_fleet is not None:
             await self._ground.eval_fleet.close()
 

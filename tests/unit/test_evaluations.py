@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,37 @@ def test_a_publish_waits_for_a_shared_evaluation_no_longer_than_its_limit(tmp_pa
         assert ground.buffer.room()
         seconds = ground.measure._seconds
         assert seconds["eval_wait"] >= 0.1 and seconds["publish"] < 0.05
+
+    run(main)
+
+
+def test_a_shared_evaluation_that_does_not_stop_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its task swallows being cancelled: groups begin again, one result is told, and what it does
+    in the end is heard of by nobody."""
+    monkeypatch.setattr("miles.evaluations._GRACE_S", 0.05)
+
+    async def main() -> None:
+        ground = Ground(Evaluator(timeout_s=0.05), tmp_path)
+        go_on = asyncio.Event()
+
+        async def deaf(version: int) -> Any:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await go_on.wait()
+            return [Score(set="s", version=version, score=1.0, samples=1)]
+
+        ground.score = deaf  # type: ignore[method-assign]
+        await ground.step(0)
+        task = ground.evaluations._sharing
+        assert task is not None and not ground.buffer.room()
+        await ground.evaluations.settle()
+        assert ground.buffer.room() and len(ground.rows) == 1 and "skipped" in ground.rows[0]
+        go_on.set()
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+        assert ground.buffer.room() and ground.buffer._held == 0 and len(ground.rows) == 1
 
     run(main)
 
