@@ -91,14 +91,17 @@ class EvalFleet:
                 tasks.create_task(
                     engines.build(self._engine_parts, self._context, count=self._count)
                 )
-                worker = tasks.create_task(
-                    self._runtime.start("eval-rollout", self._rollout_parts, self._context)
-                )
+                tasks.create_task(self._start_worker())
         except BaseExceptionGroup as group:
-            await asyncio.gather(*(self._runtime.end(handle) for handle in engines.handles))
             raise group.exceptions[0] from group
-        self._engines, self._worker = engines, worker.result()
+        finally:
+            self._engines = engines
+            if self._worker is None or not engines.handles:  # what did start is of no use alone
+                await self.close()
         self._connected = False
+
+    async def _start_worker(self) -> None:
+        self._worker = await self._runtime.start("eval-rollout", self._rollout_parts, self._context)
 
     async def _connect(self, engines: Engines, version: int) -> None:
         if self._worker is None:

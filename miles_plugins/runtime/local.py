@@ -54,9 +54,13 @@ class Local:
             self._processes.append(process)
             ranks.append(process)
         handle = _LocalHandle(name, ranks)
-        for process in ranks:
-            await process.connect()
-        await self.rebuild(handle, parts, context)
+        try:
+            for process in ranks:
+                await process.connect()
+            await self.rebuild(handle, parts, context)
+        except BaseException:  # or it would keep its device until the run ends
+            await self.end(handle)
+            raise
         return handle
 
     async def rebuild(self, handle: Handle, parts: Sequence[Spec], context: Context) -> None:
