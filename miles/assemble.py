@@ -56,21 +56,22 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_place_trainer(stage, specs, context))
         tasks.create_task(_place_rollouts(stage, plan.stages[index:], context))
+    stage.buffer = make_buffer(settings, version=shared.version, until=stage.last)
+    stage.placement = make_placement(
+        settings, buffer=stage.buffer, trainer=stage.trainer, engines=stage.engines
+    )
     stage.weights = Weights(
         transport=make(specs["transport"]),
         trainer=stage.trainer,
         engines=stage.engines or Engines(shared.runtime, timeout_s=0, max_restarts=0),
         pool=stage.pool,
+        placement=stage.placement,
         timeout_s=settings.publish_timeout_s,
         tell=partial(_published, shared),
     )
     engines = stage.engines.handles if stage.engines is not None and stage.samples else []
     sides = [stage.trainer.handle, *engines]
     await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
-    stage.buffer = make_buffer(settings, version=shared.version, until=stage.last)
-    stage.placement = make_placement(
-        settings, buffer=stage.buffer, trainer=stage.trainer, engines=stage.engines
-    )
     return stage
 
 

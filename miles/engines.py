@@ -54,7 +54,7 @@ class Engines:
             await asyncio.gather(*(self._runtime.end(handle) for handle in self.handles))
             self._parts, self._context = tuple(parts), context
             names = [self._name] if count == 1 else [f"{self._name}-{i}" for i in range(count)]
-            started = await asyncio.gather(*(self._start(name) for name in names))
+            started = await self._start_all(names)
             self.handles, self.doors = [s[0] for s in started], [s[1] for s in started]
         elif (tuple(parts), context.settings) != (self._parts, self._settings):
             self._parts, self._context = tuple(parts), context
@@ -65,13 +65,30 @@ class Engines:
     def _settings(self) -> Any:
         return None if self._context is None else self._context.settings
 
+    async def _start_all(self, names: Sequence[str]) -> list[tuple[Handle, list[Any]]]:
+        """All of them or none."""
+        tasks = [asyncio.create_task(self._start(name), name=f"start {name}") for name in names]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(outcome, BaseException):
+                    await self._runtime.end(outcome[0])
+            raise
+
     async def _start(self, name: str) -> tuple[Handle, list[Any]]:
         if self._context is None:
             raise WorkerError(f"{name}: it was never built")
         handle = await self._runtime.start(name, self._parts, self._context)
         token = secrets.token_hex(16)
         host = getattr(handle, "bind", "127.0.0.1")
-        address = await handle.call("worker.listen", host, token, timeout=self._timeout_s)
+        try:
+            address = await handle.call("worker.listen", host, token, timeout=self._timeout_s)
+        except BaseException:  # nobody would know of it
+            await self._runtime.end(handle)
+            raise
         return handle, [name, *address, token]
 
     async def revive(self) -> bool:
@@ -96,8 +113,9 @@ class Engines:
 
     async def end_silent(self) -> bool:
         """End workers that hang, so that nobody waits for them any more; whether any is dead."""
+        handles = list(self.handles)  # others may be started while these are asked
         faults = await self.faults()
-        dead = [handle for handle, fault in zip(self.handles, faults, strict=True) if fault]
+        dead = [handle for handle, fault in zip(handles, faults, strict=True) if fault]
         await asyncio.gather(*(self._runtime.end(handle) for handle in dead))
         return bool(dead)
 
@@ -117,12 +135,23 @@ class Engines:
         return values
 
     async def sleep(self) -> None:
-        """Free device memory."""
-        await self._all("engine.sleep")
+        """Free device memory; a worker that cannot is ended, as it would keep it."""
+        await self._all_or_end("engine.sleep")
 
     async def wake(self) -> None:
-        """Take it back."""
-        await self._all("engine.wake")
+        """Take it back; a worker that cannot is ended, and the next publish starts it again."""
+        await self._all_or_end("engine.wake")
+
+    async def _all_or_end(self, target: str) -> None:
+        handles = list(self.handles)
+        calls = (handle.call(target, timeout=self._timeout_s) for handle in handles)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for handle, answer in zip(handles, answers, strict=True):
+            if isinstance(answer, WorkerError | EngineError):
+                _log.warning("%s is ended: %s: %s", handle.name, target, answer)
+                await self._runtime.end(handle)
+            elif isinstance(answer, BaseException):
+                raise answer
 
     async def _all(self, target: str) -> list[Any]:
         calls = (handle.call(target, timeout=self._timeout_s) for handle in self.handles)

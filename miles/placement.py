@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
@@ -29,7 +30,11 @@ class Placement(Protocol):
         """Async context manager: the trainer has its devices inside."""
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
-        """Async context manager: engines can take weights inside."""
+        """Async context manager: the trainer can send weights and engines can take them inside."""
+
+    def recovering(self) -> AbstractAsyncContextManager[bool]:
+        """The same between two steps, for engines that were started again, while others sample:
+        whether it can be now. Not to be entered inside the others."""
 
 
 class Split:
@@ -43,10 +48,14 @@ class Split:
     async def publishing(self) -> AsyncIterator[None]:
         yield
 
+    @asynccontextmanager
+    async def recovering(self) -> AsyncIterator[bool]:
+        yield True
+
 
 class Colocated:
     """The same devices in turns: producers are held and drained, the engine sleeps while the
-    trainer is awake.
+    trainer computes.
 
     Raises `RunError` when groups in flight do not end within `drain_timeout_s`.
     """
@@ -58,14 +67,18 @@ class Colocated:
         self._trainer = trainer
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
+        self._switch = asyncio.Lock()  # while devices change hands, and while weights move
+        self._training = True  # whose turn it is; a stage begins with a publish
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         self._buffer.hold()
         try:
             await self._drain()
-            await self._engine.sleep()
-            await self._trainer.wake()
+            async with self._switch:
+                self._training = True
+                await self._engine.sleep()
+                await self._trainer.wake()
             yield
         finally:
             self._buffer.release()
@@ -83,8 +96,21 @@ class Colocated:
     async def publishing(self) -> AsyncIterator[None]:
         self._buffer.hold()
         try:
-            await self._engine.wake()
-            yield
-            await self._trainer.sleep()
+            async with self._switch:
+                await self._engine.wake()
+                await self._trainer.wake()
+                yield
+                await self._trainer.sleep()
+                self._training = False
         finally:
             self._buffer.release()
+
+    @asynccontextmanager
+    async def recovering(self) -> AsyncIterator[bool]:
+        async with self._switch:
+            if self._training:  # and engines sleep; the publish after the step reaches everyone
+                yield False
+                return
+            await self._trainer.wake()
+            yield True
+            await self._trainer.sleep()

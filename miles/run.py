@@ -250,6 +250,7 @@ class _Run:
             raise
         finally:
             await stage.evaluations.close()
+            await stage.weights.close()
         if self.interrupted:
             await stage.finish()
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -212,7 +212,7 @@ class Stage:
         self.published = True
         if self.samples:
             receipt = await self.weights.publish()
-            await self._ask_engines()
+            await self._ask_engines(self.weights.publish)
         else:
             receipt = Receipt(version=version, digest="", bytes=0, seconds=0.0)
             await self.pool.replaying(version)
@@ -245,7 +245,8 @@ class Stage:
         if self.engines is None:
             return [Skipped(set="all", reason="no stage of this run samples tokens")]
         if not self.samples:
-            await self.weights.publish()
+            async with self.placement.publishing():
+                await self.weights.publish()
         elif (served := self.buffer.published_version) != version:
             every = self.settings.publish_every
             reason = f"the engines serve version {served} (publish_every is {every})"
@@ -253,15 +254,15 @@ class Stage:
         watched = Watched(partial(loop.attempt, self), version, own=self.eval_sets)
         results = watched.judged(await self.evaluator.evaluate(version, watched))
         if self.samples:
-            await self._ask_engines()
+            await self._ask_engines(self.weights.recover)
         return results
 
-    async def _ask_engines(self) -> None:
+    async def _ask_engines(self, mend: Callable[[], Awaitable[Any]]) -> None:
         if self.engines is not None:
             try:
                 health = await self.engines.health()
             except (WorkerError, EngineError):
-                await self.weights.recover()
+                await mend()
                 health = await self.engines.health()
             self.measure.engine_health(health)
 

@@ -6,6 +6,7 @@ When a publish is due is the stage's affair, how tensors move a transport's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from miles.batch import Receipt
 from miles.engines import Engines
 from miles.errors import WeightSyncError, WorkerError
+from miles.placement import Placement
 from miles.pool import Pool
 from miles.protocols import Handle
 from miles.remote import RemoteTrainer
@@ -21,6 +23,7 @@ __all__ = ["Weights"]
 
 _WATCH_S = 5.0  # between looks at the engines
 _CLEAN_UP_S = 60.0  # for a transport to end a publish that was given up
+_log = logging.getLogger(__name__)
 _PUBLISHES = re.compile(r"(sender|receiver|engine\.(pause|resume|load))").match
 
 
@@ -34,6 +37,7 @@ class Weights:
         trainer: RemoteTrainer,
         engines: Engines,
         pool: Pool,
+        placement: Placement,
         timeout_s: float,
         tell: Callable[[Receipt], None],
     ) -> None:
@@ -42,9 +46,12 @@ class Weights:
         self._trainer = trainer
         self._engines = engines
         self._pool = pool
+        self._placement = placement
         self._timeout_s = timeout_s
         self._tell = tell
         self._turn = asyncio.Lock()
+        self._sending: asyncio.Task[Receipt] | None = None
+        self._recoveries: set[asyncio.Task[bool]] = set()
 
     async def publish(self) -> Receipt:
         """To every engine; those that die on the way are started again, and it begins anew.
@@ -57,14 +64,42 @@ class Weights:
 
     async def recover(self) -> bool:
         """Start engines again that are dead or hang, and bring all of them the same weights;
-        whether there were any. Raises as `publish`."""
-        async with self._turn:
-            if not await self._engines.revive():
+        whether that was done. While a colocated trainer has the devices it is left to the publish
+        that follows. Raises as `publish`; not to be asked for inside `placement.publishing()`.
+
+        It goes on when whoever asks is cancelled, as a group that nobody needs any more: a worker
+        half started, or a publish given up, would be another engine lost.
+        """
+        recovering = asyncio.create_task(self._recover(), name="recover engines")
+        self._recoveries.add(recovering)
+        recovering.add_done_callback(self._recovered)
+        return await asyncio.shield(recovering)
+
+    async def _recover(self) -> bool:
+        if not any(await self._engines.faults()):
+            return False
+        async with self._placement.recovering() as now:
+            if not now:
                 return False
-            await self._pool.rewire(self._engines.doors)
-            async with self._trainer.idle:  # or a step could begin between two tensors
-                await self._publish()
-            return True
+            async with self._turn:
+                if not await self._engines.revive():
+                    return False
+                await self._pool.rewire(self._engines.doors)
+                async with self._trainer.idle:  # or a step could begin between two tensors
+                    await self._publish()
+                return True
+
+    def _recovered(self, task: asyncio.Task[bool]) -> None:
+        self._recoveries.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("engines were not recovered: %s", error)  # if nobody waits for it any more
+
+    async def close(self) -> None:
+        """Give recoveries up."""
+        if left := tuple(self._recoveries):
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=_CLEAN_UP_S)
 
     async def watch(self) -> None:
         """Recover whenever it is needed; ends only when cancelled or when that fails."""
@@ -78,7 +113,8 @@ class Weights:
             try:
                 receipt = await self._send()
             except (WorkerError, WeightSyncError):
-                if not await self._engines.revive():
+                stuck = self._sending is not None and not self._sending.done()
+                if stuck or not await self._engines.revive():
                     raise
                 await self._pool.rewire(self._engines.doors)
                 continue
@@ -89,10 +125,11 @@ class Weights:
 
     async def _send(self) -> Receipt:
         version, trainer, engines = self._trainer.version, self._trainer.handle, self._engines
-        sending: asyncio.Task[Receipt] = asyncio.create_task(
+        sending = self._sending = asyncio.create_task(
             self._transport.publish(version, trainer=trainer, engines=engines.handles),
             name=f"publish {version}",
         )
+        sending.add_done_callback(_heard)  # also when nobody waits for it any more
         try:
             await asyncio.wait({sending}, timeout=self._timeout_s)
             owing = [said for handle in (trainer, *engines.handles) if (said := _owed(handle))]
@@ -104,12 +141,19 @@ class Weights:
         if ended:
             return sending.result()
         waits_for = "; ".join(owing) or type(self._transport).__name__
-        if not sending.done():
-            waits_for += f", which did not stop in {_CLEAN_UP_S:g} s either"
-        raise WeightSyncError(
+        late = WeightSyncError(
             f"publishing version {version} took longer than publish_timeout_s "
             f"({self._timeout_s:g} s), waiting for {waits_for}"
         )
+        if not sending.done():
+            late.add_note(f"it did not stop in {_CLEAN_UP_S:g} s either")
+            raise late
+        raise late from (None if sending.cancelled() else sending.exception())
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _owed(handle: Handle) -> str:

@@ -61,7 +61,7 @@ def test_colocated_drains_then_takes_turns() -> None:
     asyncio.run(main())
     assert log == [
         "group back", "engine sleeps", "trainer wakes", "train",
-        "engine wakes", "publish", "trainer sleeps",
+        "engine wakes", "trainer wakes", "publish", "trainer sleeps",
     ]  # fmt: skip
 
 
@@ -75,6 +75,31 @@ def test_colocated_gives_up_draining_and_releases() -> None:
         return buffer
 
     assert asyncio.run(main()).room()
+
+
+def test_colocated_recovery_wakes_the_trainer_and_waits_for_a_switch() -> None:
+    log: list[str] = []
+
+    async def main() -> None:
+        _, placement = make(log)
+        async with placement.recovering() as now:
+            assert not now  # before the first publish
+        async with placement.publishing():
+            pass
+        log.clear()
+        async with placement.recovering() as now:
+            assert now
+            training = asyncio.create_task(placement.training().__aenter__())
+            await asyncio.sleep(0.01)
+            log.append("recovered")
+        await training
+        async with placement.recovering() as now:
+            assert not now  # engines sleep
+
+    asyncio.run(main())
+    assert log == [
+        "trainer wakes", "recovered", "trainer sleeps", "engine sleeps", "trainer wakes",
+    ]  # fmt: skip
 
 
 def test_split_holds_nobody() -> None:

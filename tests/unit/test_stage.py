@@ -40,6 +40,9 @@ class Weights:
         version = self.stage.trainer.version
         return Receipt(version=version, digest="d", bytes=1, seconds=0.0)
 
+    async def recover(self) -> bool:
+        return False
+
 
 class Engines:
     def __init__(self) -> None:
@@ -168,7 +171,7 @@ def test_stage_recovers_an_engine_whose_own_server_is_not_well(tmp_path: Path) -
         return True
 
     stage.engines.health, stage.weights.recover = health, recover  # type: ignore[method-assign, union-attr]
-    asyncio.run(stage._ask_engines())
+    asyncio.run(stage._ask_engines(stage.weights.recover))
     assert recovered == [True] and stage.measure._health == {"tokens": 7.0}
 
 

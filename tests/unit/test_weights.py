@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from miles import Context, Receipt, WeightSyncError, WorkerError
+from miles.buffer import Buffer
 from miles.engines import Engines
+from miles.eval_fleet import EvalFleet
+from miles.placement import Colocated, Split
 from miles.remote import RemoteTrainer
 from miles.testing import FakeHandle
 from miles.weights import Weights
@@ -19,6 +22,13 @@ from miles.weights import Weights
 class Engine:
     def __init__(self) -> None:
         self.served = -1
+        self.asleep = False
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
 
     async def version(self) -> int:
         return self.served
@@ -88,7 +98,8 @@ async def made(tmp_path: Path, *, count: int = 2, restarts: int = 2, **keys: Any
     told: list[Receipt] = []
     weights = Weights(
         transport=transport, trainer=trainer, engines=engines, pool=pool,  # type: ignore[arg-type]
-        timeout_s=keys.pop("timeout_s", 5.0), tell=told.append,
+        placement=keys.pop("placement", Split()), timeout_s=keys.pop("timeout_s", 5.0),
+        tell=told.append,
     )  # fmt: skip
     return SimpleNamespace(**locals())
 
@@ -194,16 +205,207 @@ def test_weights_transport_that_ignores_being_given_up_holds_nobody_up(
         heard = asyncio.Event()
 
         async def deaf(version: int, **_: Any) -> Receipt:
+            entered.append(version)
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 await heard.wait()
             raise AssertionError("nobody waits for this")
 
-        at.transport.publish = deaf
-        said = r"publish_timeout_s \(0\.02 s\), .*, which did not stop in 0\.05 s either$"
-        with pytest.raises(WeightSyncError, match=said):
+        at.transport.publish, entered = deaf, []
+        at.engines.handles[0].dead = True  # which would be a reason to begin anew
+        with pytest.raises(WeightSyncError, match=r"publish_timeout_s \(0\.02 s\)") as found:
             await at.weights.publish()
+        assert found.value.__notes__ == ["it did not stop in 0.05 s either"]
+        assert entered == [3] and not at.runtime.ended
+        heard.set()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_weights_that_were_late_tell_what_ended_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path, timeout_s=0.02)
+
+        async def worse(version: int, **_: Any) -> Receipt:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ValueError("the cause")
+
+        at.transport.publish = worse
+        with pytest.raises(WeightSyncError) as found:
+            await at.weights.publish()
+        assert str(found.value.__cause__) == "the cause"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["starts", "publishes"])
+def test_weights_recovery_outlives_the_group_that_noticed(tmp_path: Path, when: str) -> None:
+    """It is cancelled while a worker starts, or while weights are sent: one worker is started, and
+    nothing is begun twice."""
+
+    async def main() -> None:
+        at = await made(tmp_path, seconds=0.05 if when == "publishes" else 0.0)
+        began, go_on = asyncio.Event(), asyncio.Event()
+        start, publish, sent = at.runtime.start, at.transport.publish, []
+
+        async def slowly(*args: Any, **more: Any) -> Any:
+            began.set()
+            await go_on.wait()
+            return await start(*args, **more)
+
+        async def told(version: int, **more: Any) -> Receipt:
+            began.set()
+            receipt = await publish(version, **more)
+            sent.append(version)
+            return receipt
+
+        at.runtime.start = slowly if when == "starts" else start
+        at.transport.publish = told if when == "publishes" else publish
+        at.engines.handles[0].dead = True
+        noticed = asyncio.create_task(at.weights.recover())
+        await began.wait()
+        noticed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await noticed
+        go_on.set()
+        while at.weights._recoveries:
+            await asyncio.sleep(0.01)
+        assert served(at.engines) == [3, 3] and not await at.weights.recover()
+        assert at.runtime.started == ["engine-0", "engine-1", "engine-0"]
+        assert sent == ([3] if when == "publishes" else [])
+
+    asyncio.run(main())
+
+
+def test_weights_close_gives_recoveries_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path, seconds=60)
+        at.engines.handles[0].dead = True
+        noticed = asyncio.create_task(at.weights.recover())
+        await asyncio.sleep(0.02)
+        await at.weights.close()
+        with pytest.raises(asyncio.CancelledError):
+            await noticed
+        assert not at.weights._recoveries
+
+    asyncio.run(main())
+
+
+def test_weights_colocated_recovery_is_left_to_the_publish_after_the_step(tmp_path: Path) -> None:
+    """While the trainer has the devices no engine may be started beside it; and outside of that it
+    must be awake to send."""
+
+    class Part:
+        awake = True
+
+        async def sleep(self) -> None:
+            self.awake = False
+
+        async def wake(self) -> None:
+            self.awake = True
+
+    async def main() -> None:
+        trainer, buffer = Part(), Buffer(groups_per_step=1, samples_per_group=1)
+        placement = Colocated(buffer=buffer, trainer=trainer, engine=Part(), drain_timeout_s=1)
+        at = await made(tmp_path, placement=placement)
+        publish = at.transport.publish
+
+        async def exporting(version: int, **more: Any) -> Receipt:
+            assert trainer.awake
+            return await publish(version, **more)
+
+        at.transport.publish = exporting
+        async with placement.publishing():
+            await at.weights.publish()
+        at.engines.handles[0].dead = True
+        assert not trainer.awake and await at.weights.recover() and not trainer.awake
+        async with placement.training():
+            at.engines.handles[0].dead = True
+            assert not await at.weights.recover() and at.engines.restarts == 1
+        async with placement.publishing():
+            await at.weights.publish()
+        assert served(at.engines) == [3, 3] and at.engines.restarts == 2
+
+    asyncio.run(main())
+
+
+def test_engines_one_that_cannot_sleep_is_ended_and_the_others_sleep(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        at.engines.handles[0].dead = True
+        await at.engines.sleep()
+        assert at.runtime.ended == ["engine-0"]
+        assert at.engines.handles[1].ranks[0]["engine"].asleep
+        await at.engines.wake()
+        assert not at.engines.handles[1].ranks[0]["engine"].asleep
+
+    asyncio.run(main())
+
+
+def test_engines_end_silent_spares_one_that_was_started_meanwhile(tmp_path: Path) -> None:
+    async def main() -> None:
+        at = await made(tmp_path)
+        old, faults = at.engines.handles[0], at.engines.faults
+
+        async def slow_faults(**more: Any) -> Any:
+            found = await faults(**more)
+            at.engines.handles[0] = FakeHandle("engine-0", {"engine": Engine(), "worker": Door()})
+            return found
+
+        old.dead, at.engines.faults = True, slow_faults
+        assert await at.engines.end_silent()
+        assert not at.engines.handles[0].dead
+
+    asyncio.run(main())
+
+
+def test_engines_of_which_one_does_not_start_are_all_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        runtime = Runtime()
+        start = runtime.start
+
+        async def one_fails(name: str, *args: Any, **more: Any) -> FakeHandle:
+            await asyncio.sleep(0.01 if name == "engine-1" else 0.0)
+            if name == "engine-1":
+                raise WorkerError("engine-1: no such GPU")
+            return await start(name, *args, **more)
+
+        runtime.start = one_fails  # type: ignore[method-assign]
+        engines = Engines(runtime, timeout_s=5, max_restarts=2)  # type: ignore[arg-type]
+        with pytest.raises(WorkerError, match="no such GPU"):
+            await engines.build([], Context(directory=tmp_path), count=3)
+        assert sorted(runtime.ended) == ["engine-0", "engine-2"] and engines.handles == []
+
+    asyncio.run(main())
+
+
+def test_eval_fleet_of_which_one_does_not_start_is_ended(tmp_path: Path) -> None:
+    """And the next load starts it anew."""
+
+    async def main() -> None:
+        runtime = Runtime()
+        start, broken = runtime.start, ["eval-engine"]
+
+        async def one_fails(name: str, *args: Any, **more: Any) -> FakeHandle:
+            if name in broken:
+                await asyncio.sleep(0.01)
+                raise WorkerError(f"{name}: no such GPU")
+            return await start(name, *args, **more)
+
+        runtime.start = one_fails  # type: ignore[method-assign]
+        around = Context(directory=tmp_path)
+        fleet = EvalFleet(runtime=runtime, engine=[], rollouts=[], context=around, count=1)
+        with pytest.raises(WorkerError, match="no such GPU"):
+            await fleet._start()
+        assert runtime.ended == ["eval-rollout"]
+        broken[:] = ["eval-rollout"]
+        with pytest.raises(WorkerError, match="no such GPU"):
+            await fleet._start()
+        assert runtime.ended == ["eval-rollout", "eval-engine"]
 
     asyncio.run(main())
 
