@@ -27,6 +27,10 @@ OVERRIDES = [
 ]
 
 
+COLOCATED = ("placement=colocated", "trainer.sleep_to=host")
+"""The trainer sleeps while engines sample, as on a GPU."""
+
+
 def workers(driver: int) -> dict[str, int]:
     """Pid of every worker of this driver, by name."""
     found = {}
@@ -61,16 +65,20 @@ def wait_for_step(directory: Path, step: int, run: subprocess.Popen[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("lost", "number"),
+    ("lost", "number", "more"),
     [
-        (["engine"], signal.SIGKILL),
-        (["rollout"], signal.SIGKILL),
-        (["engine", "rollout"], signal.SIGKILL),
-        (["engine"], signal.SIGSTOP),
+        (["engine"], signal.SIGKILL, ()),
+        (["rollout"], signal.SIGKILL, ()),
+        (["engine", "rollout"], signal.SIGKILL, ()),
+        (["engine"], signal.SIGSTOP, ()),
+        (["engine"], signal.SIGKILL, COLOCATED),
+        (["engine"], signal.SIGSTOP, COLOCATED),
     ],
 )
-def test_run_goes_on_after_a_worker(tmp_path: Path, lost: list[str], number: int) -> None:
-    command = [sys.executable, "-m", "miles", "run", *OVERRIDES, f"run.dir={tmp_path}"]
+def test_run_goes_on_after_a_worker(
+    tmp_path: Path, lost: list[str], number: int, more: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-m", "miles", "run", *OVERRIDES, *more, f"run.dir={tmp_path}"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_for_step(tmp_path, 12, run)
