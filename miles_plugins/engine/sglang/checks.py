@@ -90,7 +90,7 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
         versions = (
             {url: str(_info(url, key_of(config))["version"]) for url in listed(config.url)}
             if config.url
-            else {"engine.python": server.installed(config.python or sys.executable)}
+            else {"engine.python": _installed(config)}
         )
     except (ConfigError, EngineError, KeyError):
         return found  # a fault, which `check` says
@@ -152,9 +152,14 @@ def _info(url: str, key: str) -> Mapping[str, Any]:
 # ---------------------------------------------------------------- servers to be started
 
 
+def _installed(config: Any) -> str:
+    """SGLang's version where our own servers will run. Raises `ConfigError`."""
+    return server.installed(config.python or sys.executable, config.environment)
+
+
 def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     try:
-        server.installed(config.python or sys.executable)
+        _installed(config)
     except ConfigError as error:
         yield str(error).removeprefix("engine sglang: ")
     servers = config.workers + _fleet(planned)

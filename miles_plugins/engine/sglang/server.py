@@ -79,20 +79,29 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def installed(python: str) -> str:
-    """The SGLang version of an interpreter's environment. Raises `ConfigError` when there is no
-    such interpreter, or no SGLang in it."""
+def installed(python: str, environment: Mapping[str, str] | None = None) -> str:
+    """The SGLang version that an interpreter finds, or a script in its place that sets variables
+    and becomes one, with `environment` added as a server is started with. Raises `ConfigError` when
+    there is no such interpreter, or it finds no SGLang."""
     look = "import importlib.metadata as m; print(m.version('sglang'))"
+    # PYTHONPATH counts, as it does for the server; the folder that the run was started in does not
+    around = {**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
-            [python, "-I", "-c", look], capture_output=True, text=True, timeout=60, check=False
+            [python, "-c", look],
+            env=around,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine sglang: python: {python} cannot be run: {error}") from error
     if done.returncode:
         raise ConfigError(
             f"engine sglang: {python} has no SGLang installed; it lives in an environment of its "
-            "own: give that one's interpreter as engine.python=/path/to/bin/python"
+            "own: give that one's interpreter as engine.python=/path/to/bin/python, or the folder "
+            "of its packages as 'engine.environment={PYTHONPATH: /path}'"
         )
     return done.stdout.strip()
 
@@ -111,9 +120,12 @@ class Server:
         note: Mapping[str, Any],
     ) -> None:
         """Start it; the whole command and what was put into its environment go to `record`, except
-        its key, with `note`. Raises `ConfigError` when the port is in use."""
-        if fault := port_fault("127.0.0.1", port):
-            raise ConfigError(f"engine sglang: {fault}; engine.port=0 takes a free one")
+        its key, with `note`. Raises `ConfigError` when the port stays in use."""
+        end = time.monotonic() + _CLAIM_S
+        while fault := port_fault("127.0.0.1", port):
+            if time.monotonic() > end:
+                raise ConfigError(f"engine sglang: {fault}; engine.port=0 takes a free one")
+            time.sleep(_POLL_S)
         self.log = log
         self.key = secrets.token_urlsafe(24)
         said = {**note, "command": list(command), "environment": dict(environment)}

@@ -47,7 +47,8 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
             "of a running one, such as engine.url=http://127.0.0.1:30000"
         )
     python = config.python or sys.executable
-    version = installed(python)
+    environment = {**(_ON_CPU if config.device == "cpu" else {}), **config.environment}
+    version = installed(python, environment)
     settings = context.settings
     port = config.port + slot if config.port else free_port()
     chosen = command.flags(
@@ -65,7 +66,7 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
     return Server(
         command.arguments(python, chosen),
-        environment={**(_ON_CPU if config.device == "cpu" else {}), **config.environment},
+        environment=environment,
         port=port,
         log=Path(context.directory) / "logs" / f"sglang-{slot}.log",
         record=folder / f"sglang-{slot}.json",

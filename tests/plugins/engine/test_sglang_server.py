@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles import ConfigError, Context, EngineError, Settings, Spec
-from miles_plugins.engine.sglang import Sglang, checks, command, facts, fitting
+from miles_plugins.engine.sglang import Sglang, checks, command, facts, fitting, server
 
 PROGRAM = textwrap.dedent(
     """
@@ -211,7 +212,8 @@ def test_guard_that_is_killed_takes_its_server_along(python, around):
     _gone(asyncio.run(check()))
 
 
-def test_port_in_use_is_one_clear_error(python, around):
+def test_port_in_use_is_one_clear_error(python, around, monkeypatch):
+    monkeypatch.setattr(server, "_CLAIM_S", 0.3)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -220,11 +222,47 @@ def test_port_in_use_is_one_clear_error(python, around):
             Sglang(_config(python, port=port), around)
 
 
+def test_server_waits_for_the_port_of_the_one_that_it_replaces(python, around):
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    ending = threading.Timer(1.0, sock.close)
+    ending.start()
+
+    async def check():
+        engine = Sglang(_config(python, port=sock.getsockname()[1]), around)
+        await engine.health()
+        await engine.close()
+
+    asyncio.run(check())
+    ending.join()
+
+
 def test_no_sglang_installed_is_one_clear_error(around):
     with pytest.raises(ConfigError, match=r"has no SGLang installed.*engine\.python="):
         Sglang(_config(""), around)
     with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
         Sglang(_config("/nowhere/python"), around)
+
+
+@pytest.mark.parametrize("how", ["environment", "script"])
+def test_sglang_is_found_where_its_packages_are_added_to_the_path(tmp_path, monkeypatch, how):
+    """A folder of packages beside an interpreter that has no SGLang of its own."""
+    about = tmp_path / "site" / "sglang-0.5.16.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.16\n")
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}/site\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    added = {"PYTHONPATH": str(tmp_path / "site")}
+    chosen = (str(script), {}) if how == "script" else (sys.executable, added)
+    assert server.installed(*chosen) == "0.5.16"
+    config = Sglang.Config(python=chosen[0], environment=chosen[1], device="cpu")
+    monkeypatch.setattr(fitting, "memory", lambda: 0)
+    assert checks.check(Sglang, config, _planned()) == []
+    monkeypatch.chdir(tmp_path / "site")  # where a run is started says nothing of the server
+    with pytest.raises(ConfigError, match=r"or the folder of its packages as 'engine\.environ"):
+        server.installed(sys.executable)
 
 
 # ---------------------------------------------------------------- flags
