@@ -22,7 +22,7 @@ from miles_plugins.engine.sglang.asking import Asking
 from miles_plugins.engine.sglang.channel import Channel, opened
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
-from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket
+from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket, update_all
 from miles_plugins.engine.sglang.server import Server, Slot
 from miles_plugins.engine.sglang.starting import key_of, start
 from miles_plugins.engine.sglang.watching import Watch
@@ -108,8 +108,9 @@ class Sglang:
         stream_interval: int = 4
         """Tokens between two parts of a stream; every part repeats the ones before."""
         prove: bool = True
-        """Prove a server's first update: scramble its weights, read them again, and compare
-        checksums, also with those of other servers that read the same bytes."""
+        """Prove a server's first update, and those whose contents the transport compares: scramble
+        its weights, read them again, and compare checksums, also with those of other servers that
+        read the same bytes."""
 
     check = classmethod(checks.check)
     warnings = classmethod(checks.warnings)
@@ -135,10 +136,7 @@ class Sglang:
         if not urls:
             self._server = start(config, context, self._folder, number)
             key = self._server.key
-        limits: dict[str, Any] = {
-            "connect_s": config.connect_s,
-            "connections": config.connections,
-        }
+        limits: dict[str, Any] = {"connect_s": config.connect_s, "connections": config.connections}
         self._http = Http(
             urls[number] if urls else self._server.url if self._server else "",
             key=key,
@@ -257,7 +255,7 @@ class Sglang:
         from miles_plugins.engine.sglang.writing import written
 
         own = self._folder / f"weights-{self._number}"
-        with written(self._context.model, weights, own) as folder:
+        async with written(self._context.model, weights, own) as folder:
             await self.load_directory(version, folder)
 
     async def load_directory(self, version: int, directory: Path) -> None:
@@ -265,12 +263,20 @@ class Sglang:
         with their caches or without, as `pause` says. Raises `WeightSyncError`: before anything
         changed the old weights are served, afterwards the engine is of no use any more."""
         async with self._bracketed(version) as how:
-            await self._update(version, directory, how)
+            servers = self._publishing
+            await update_all(servers, version, directory, how=how, resume=self._resume)
+            self._asking.newest = version
+
+    def prove_next(self) -> None:
+        """Prove the next update as the first was, unless `prove` is false."""
+        for one in self._publishing:
+            one.prove_next()
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncGenerator[Channel, None]:
         """For transports that write over SGLang's own routes: paused inside, it then serves
-        `version`; after an error the old weights, if none was written yet, or nothing any more."""
+        `version`; after an error the old weights, if none was written yet and the server still
+        answers, or nothing any more."""
         if self._pair is not None:
             raise WeightSyncError(
                 "engine sglang: servers that only prefill or decode take weights by transport=disk"
@@ -278,9 +284,9 @@ class Sglang:
         async with self._bracketed(version) as how:
             limit = self.config.update_timeout_s
             channel = await opened(self._http, version, flush=how != "in_place", limit=limit)
-            await self._publishing[0].pause("abort" if how == "cut" else how)
-            await channel.begin()
             try:
+                await self._publishing[0].pause("abort" if how == "cut" else how)
+                await channel.begin()
                 yield channel
                 await channel.end()
             except (WeightSyncError, EngineError) as error:
@@ -288,7 +294,7 @@ class Sglang:
                     raise Unknown(f"engine sglang: version {version}: {error}") from error
                 await channel.end()
                 await self._resume()
-                raise
+                raise WeightSyncError(f"engine sglang: version {version}: {error}") from error
             self._asking.newest = version
             await self._resume()
 
@@ -326,21 +332,6 @@ class Sglang:
                 self._watch.alive_at = monotonic()
                 asking.open(self._watch.broken)
 
-    async def _update(self, version: int, directory: Path, how: str) -> None:
-        mode = "abort" if how == "cut" else how
-        for one in self._publishing:
-            await one.pause(mode)
-        try:
-            for one in self._publishing:
-                await one.update(version, directory, flush=how != "in_place")
-            self._asking.newest = version
-        except Unknown:
-            raise
-        except WeightSyncError:
-            await self._resume()
-            raise
-        await self._resume()
-
     async def _resume(self) -> None:
         if not self._paused:
             for one in self._publishing:
@@ -372,10 +363,8 @@ class Sglang:
         if not facts.memory_saver:
             if self.config.device == "cpu" and self._server is not None:
                 return  # there is no device to free
-            raise EngineError(
-                f"engine sglang: {self._http.url} cannot free its memory; it needs "
-                "--enable-memory-saver"
-            )
+            raise EngineError(f"engine sglang: {self._http.url} needs --enable-memory-saver to sleep")
+        await self._watch.idle()
         body, limit = {"tags": list(tags)}, self.config.update_timeout_s
         await self._http.ask("POST", "/release_memory_occupation", body, limit=limit)
         self._asleep = self._watch.busy = True

@@ -189,23 +189,26 @@ class Asking:
                 self.counts["busy_s"] += monotonic() - self._began
 
     async def _whole(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        ask = self._http.ask
+        ask, limit = self._http.ask, self._timeout_s
         if self._pair is None:
-            reply = await ask("POST", "/generate", body, limit=self._timeout_s)
+            reply = await ask("POST", "/generate", body, limit=limit)
         else:
-            async with self._pair.prefilled(body, limit=self._timeout_s) as paired:
-                reply = await ask("POST", "/generate", paired, limit=self._timeout_s)
+            async with self._pair.prefilled(body, limit=limit) as paired:
+                reply = await paired.heard(
+                    lambda: ask("POST", "/generate", paired.body, limit=limit)
+                )
         if not isinstance(reply, Mapping):
             raise EngineError(f"engine sglang: the reply is no object: {str(reply)[:200]}")
         return reply
 
     async def _parts(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
+        limit = self._timeout_s
         async with AsyncExitStack() as held:
-            if self._pair is not None:
-                body = await held.enter_async_context(
-                    self._pair.prefilled(body, limit=self._timeout_s)
-                )
-            items = self._http.parts("/generate", body, limit=self._timeout_s)
+            if self._pair is None:
+                items = self._http.parts("/generate", body, limit=limit)
+            else:
+                paired = await held.enter_async_context(self._pair.prefilled(body, limit=limit))
+                items = paired.each(self._http.parts("/generate", paired.body, limit=limit))
             async for part in await held.enter_async_context(aclosing(items)):
                 yield part
 

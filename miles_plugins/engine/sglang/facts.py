@@ -105,7 +105,11 @@ def checksums(reply: Any) -> dict[str, str]:
     found = {}
     for index, rank in enumerate(ranks):
         head = f"rank{index}/" if len(ranks) > 1 else ""
-        found.update({head + name: str(value) for name, value in rank["checksums"].items()})
+        given = rank.get("checksums") if isinstance(rank, Mapping) else None
+        if not isinstance(given, Mapping):
+            said = str(rank)[:200]
+            raise EngineError(f"engine sglang: /weights_checker has no checksums: {said}")
+        found.update({head + name: str(value) for name, value in given.items()})
     return found
 
 

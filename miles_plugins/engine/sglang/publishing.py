@@ -5,20 +5,21 @@ What is asked before and after an update, in which order; the requests themselve
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import EngineError, WeightSyncError
+from miles import EngineError, MilesError, WeightSyncError
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang import wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.server import write_json
 
-__all__ = ["Bracket", "Publishing", "Unknown", "bracket"]
+__all__ = ["Bracket", "Publishing", "Unknown", "bracket", "update_all"]
 
 Bracket = Literal["in_place", "retract", "abort", "cut"]
 _log = logging.getLogger(__name__)
@@ -74,9 +75,14 @@ class Publishing:
         reply = await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
         return says.checksums(reply)
 
+    def prove_next(self) -> None:
+        """Prove the next update as the first was."""
+        self._proven = False
+
     async def update(self, version: int, directory: Path, *, flush: bool) -> None:
-        """Have the server read `directory` as `version`, and prove it the first time. Raises
-        `WeightSyncError` when it refuses before anything changed, `Unknown` afterwards."""
+        """Have the server read `directory` as `version`, and prove it the first time and after
+        `prove_next`. Raises `WeightSyncError` when it refuses before anything changed, `Unknown`
+        afterwards, `OSError` and `ValueError` for files that cannot be read to compare with."""
         refuse(directory)
         await self._read(version, directory, flush=flush)
         if self._prove and not self._proven:
@@ -101,25 +107,70 @@ class Publishing:
 
     async def _try(self, version: int, directory: Path, *, flush: bool) -> None:
         """Scramble all tensors and read again: those whose checksums then differ did not come from
-        the directory. The same bytes must also have given the same checksums to other servers."""
+        the directory. The same bytes must also have given the same checksums to other servers.
+        Raises as `update`."""
         try:
             first = await self.checksums()
-            body = {"action": "reset_tensors"}
-            await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
         except wording.Refused as error:
             _log.warning("engine sglang: an update cannot be proved in this server: %s", error)
             return
+        body = {"action": "reset_tensors"}
+        try:
+            await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
+        except MilesError as error:  # some may be scrambled all the same, so they are read again
+            _log.warning("engine sglang: weights cannot be scrambled: %s", error)
         await self._read(version, directory, flush=flush)
         second = await self.checksums()
         _differ(version, first, second, "do not come from the files")
-        digest = content(directory)
+        digest = await asyncio.to_thread(content, directory)  # every byte: not in the event loop
         seen = self._record / f"{digest}.json"
         if seen.exists():
-            theirs = json.loads(seen.read_text())
+            theirs = _recorded(seen)
             _differ(version, theirs, second, "differ from what another server made of these files")
-        else:
+            return
+        try:
             self._record.mkdir(parents=True, exist_ok=True)
             write_json(seen, second)
+        except OSError as error:
+            _log.warning("engine sglang: other servers cannot be compared with this one: %s", error)
+
+
+async def update_all(
+    servers: Sequence[Publishing],
+    version: int,
+    directory: Path,
+    *,
+    how: str,
+    resume: Callable[[], Awaitable[None]],
+) -> None:
+    """Pause servers, have each read `directory` as `version`, and `resume` them. Raises
+    `WeightSyncError` when nothing changed, and then they go on; `Unknown` afterwards."""
+    for one in servers:
+        await one.pause("abort" if how == "cut" else how)
+    try:
+        for one in servers:
+            await one.update(version, directory, flush=how != "in_place")
+    except Unknown:
+        raise
+    except WeightSyncError:
+        await resume()
+        raise
+    except (OSError, ValueError) as error:  # the server took the weights, and others may use it
+        await resume()
+        what = f"{type(error).__name__}: {error}"
+        raise Unknown(f"engine sglang: version {version} was not proved: {what}") from error
+    await resume()
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """Checksums that another server gave. Raises `ValueError` when the file is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (it holds no object); delete it")
+    return found
 
 
 def _differ(version: int, one: dict[str, str], two: dict[str, str], what: str) -> None:

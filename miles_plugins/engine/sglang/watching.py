@@ -23,6 +23,7 @@ __all__ = ["Watch"]
 _log = logging.getLogger(__name__)
 _FRESH_S = 2.0  # for which an answer counts as a sign of life
 _BOOTSTRAP = 8998  # SGLang's own port for pairs
+_IDLE_S = 30.0  # for requests that were given up to end
 
 
 class Watch:
@@ -71,15 +72,25 @@ class Watch:
             return found
 
     async def alive(self) -> None:
-        """Raise `EngineError` unless the server, its scheduler included, answered lately."""
+        """Raise `EngineError` unless the server, its scheduler and the other of a pair included,
+        answered lately."""
         self.usable()
         if self._server is not None and (said := self._server.lost()):
             raise EngineError(f"engine sglang: {said}")
         if self.facts is None or self.busy or monotonic() - self.alive_at < _FRESH_S:
             return
         await self._info()
+        if self._pair is not None:
+            await self._said(self._pair.http)
         with suppress(wording.NotFound):
             self.load = says.load_of(await self._http.ask("GET", "/v1/loads"))
+
+    async def idle(self) -> None:
+        """Wait until it computes nothing, and forget cached prompts. An overlapped schedule has a
+        forward under way after the last answer, in which memory must not be taken from it: the
+        server would end. Raises `EngineError` when requests run on."""
+        path = f"/flush_cache?timeout={_IDLE_S:g}"
+        await self._http.ask("POST", path, {}, limit=_IDLE_S + self._silent_s)
 
     def usable(self) -> None:
         """Raise `EngineError` when it cannot be used any more."""
@@ -87,16 +98,18 @@ class Watch:
             raise EngineError(f"engine sglang: it cannot be used: {self.broken}")
 
     async def _info(self) -> Any:
+        info = await self._said(self._http)
+        self.alive_at = monotonic()
+        return info
+
+    async def _said(self, http: Http) -> Any:
         """What only a scheduler that runs can say; of a server that speaks no more than
         `/generate`, that it is there."""
-        limit = self._silent_s
         info: Any = {"version": says.UNKNOWN}
         for path in ("/server_info", "/get_server_info", "/health"):  # the second before 0.5.16
             try:
-                found = await self._http.ask("GET", path, limit=limit)
+                found = await http.ask("GET", path, limit=self._silent_s)
             except wording.NotFound:
                 continue
-            info = found if path != "/health" else info
-            break
-        self.alive_at = monotonic()
+            return found if path != "/health" else info
         return info

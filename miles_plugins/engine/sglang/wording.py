@@ -199,6 +199,9 @@ def completion(
 def _agree(where: str, reply: Mapping[str, Any], tokens: Array) -> None:
     """Refuse a reply whose ids, log-probs and own count are not of the same tokens."""
     ids, count = reply.get("output_ids"), reply["meta_info"].get("completion_tokens")
+    ended = (reply["meta_info"].get("finish_reason") or {}).get("type")
+    if ended == "abort" and list(ids or ()) == tokens[-1:].tolist():
+        ids = None  # of a stream that ends while it waits, 0.5.16 gives the last one alone
     if ids is not None and len(ids) != len(tokens):
         raise EngineError(f"{where}: {len(tokens)} log-probs for {len(ids)} tokens")
     if ids is not None and list(ids) != tokens.tolist():

@@ -5,9 +5,10 @@ It writes what it is given; which names belong to a model is the trainer's affai
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,35 @@ __all__ = ["written"]
 _FILE_BYTES = 4 << 30
 
 
-@contextmanager
-def written(model: Any, weights: Iterable[tuple[str, Any]], folder: Path) -> Iterator[Path]:
+@asynccontextmanager
+async def written(
+    model: Any, weights: Iterable[tuple[str, Any]], folder: Path
+) -> AsyncIterator[Path]:
     """A Hugging Face directory of (name, tensor) weights, for as long as the block lasts. Raises
     `WeightSyncError` when it cannot be written."""
-    shutil.rmtree(folder, ignore_errors=True)
+    # In a thread, which nothing can cancel: who is cancelled leaves when it has ended.
+    writing = asyncio.ensure_future(asyncio.to_thread(_directory, model, weights, folder))
     try:
-        folder.mkdir(parents=True)
-        write_json(folder / "config.json", model.hf_config())
-        _files(weights, folder)
+        try:
+            await asyncio.shield(writing)
+        except OSError as error:
+            raise WeightSyncError(f"engine sglang: {folder}: {error}") from error
         yield folder
-    except OSError as error:
-        raise WeightSyncError(f"engine sglang: {folder}: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.gather(writing, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _directory(model: Any, weights: Iterable[tuple[str, Any]], folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", model.hf_config())
+    _files(weights, folder)
 
 
 def _files(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
     """Several files, each up to 4 GB or one tensor, and their index."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     held: dict[str, Any] = {}
@@ -45,7 +57,10 @@ def _files(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
 
     def flush() -> None:
         name = f"model-{len(set(where.values())):05d}.safetensors"
-        save_file(held, str(folder / name))
+        try:
+            save_file(held, str(folder / name))
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(f"{name}: {error}") from error
         where.update(dict.fromkeys(held, name))
         held.clear()
 

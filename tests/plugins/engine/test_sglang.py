@@ -481,6 +481,21 @@ def test_sglang_replies_that_contradict_themselves_are_engine_errors(play, twist
     play(check)
 
 
+def test_sglang_takes_an_aborted_stream_that_repeats_only_its_last_id(play):
+    """As 0.5.16 ends one that was put back to wait: all log-probs, and one of the ids."""
+
+    def twist(reply):
+        reply["output_ids"] = reply["output_ids"][-1:]
+        reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "in waiting queue"}
+
+    async def check(client, server):
+        server.twist = twist
+        made = await client.generate(_request())
+        assert (made.finish, len(made.tokens)) == ("abort", 12)
+
+    play(check)
+
+
 @pytest.mark.parametrize("status", [400, 500, 503])
 def test_sglang_says_what_the_server_refused(play, status):
     async def check(client, server):
@@ -523,6 +538,8 @@ def test_sglang_frees_memory_by_tag(play):
         await client.sleep(("kv_cache",))
         await client.wake(("kv_cache",))
         assert ("/release_memory_occupation", {"tags": ["kv_cache"]}) in server.asked
+        paths = [path for path, _ in server.asked]  # it computes nothing when memory is taken
+        assert paths.index("/flush_cache") < paths.index("/release_memory_occupation")
         assert ("/resume_memory_occupation", {"tags": ["kv_cache"]}) in server.asked
 
     play(check, info={"enable_memory_saver": True})
