@@ -9,22 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from miles import (
-    Array,
-    Completion,
-    ConfigError,
-    Context,
-    EngineError,
-    Request,
-    WeightSyncError,
-)
+from miles import Array, Completion, ConfigError, Context, EngineError, Request, WeightSyncError
 
 __all__ = ["Torch"]
+
+_BRIEF = 64 << 20  # bytes of weights that are taken between two forwards; more in a thread
 
 
 class Torch:
@@ -80,6 +75,7 @@ class Torch:
         from miles_plugins.engine.torch.batching import Batching
         from miles_plugins.engine.torch.decoder import Cache, Forward
         from miles_plugins.engine.torch.table import Table
+        from miles_plugins.engine.torch.taking import size
 
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("engine torch: device is cuda, but torch sees no GPU; use device=cpu")
@@ -108,6 +104,8 @@ class Torch:
         self._names: dict[str, str] = {}  # canonical to the name under which it came
         self._pause = context.settings.pause
         self._paused = self._asleep = False
+        self._turn = asyncio.Lock()  # weights come, or move, one at a time
+        self._large = size(self.decoder, self._dtype) > _BRIEF
         self._task: asyncio.Task[None] | None = None
 
     def _check(self) -> None:
@@ -256,28 +254,23 @@ class Torch:
         All or nothing: raises `WeightSyncError` naming what is missing, unknown, misshapen or not
         finite, and then the old weights stay.
         """
-        from miles_plugins.engine.torch.decoder import collect, fuse
+        from miles_plugins.engine.torch.taking import taken
 
-        batching = self._batching
-        if version < batching.version and batching.table.active:
-            raise WeightSyncError(
-                f"engine torch: version {version} is older than {batching.version}, and "
-                f"{batching.table.active} requests are running; their versions would fall"
-            )
-        names: dict[str, str] = {}
-
-        def named(name: str) -> str | None:
-            if (canonical := self.model.engine_name(name)) is not None:
-                names[canonical] = name
-            return canonical  # type: ignore[no-any-return]
-
-        found = collect(self.decoder, named, weights)
-        where = self._device if not self._asleep else "cpu"
-        parameters = fuse(self.decoder, found, dtype=self._dtype, device=where)
-        if self._pause == "abort":
-            await self.abort()
-        batching.load(version, parameters, keep=self._pause == "in_place")
-        self._names = names
+        async with self._turn:
+            where = self._device if not self._asleep else "cpu"
+            how: dict[str, Any] = {"dtype": self._dtype, "device": where}
+            take = partial(taken, self.decoder, self.model.engine_name, weights, **how)
+            names, parameters = await asyncio.to_thread(take) if self._large else take()
+            batching = self._batching
+            if version < batching.version and batching.table.active:
+                raise WeightSyncError(
+                    f"engine torch: version {version} is older than {batching.version}, and "
+                    f"{batching.table.active} requests are running; their versions would fall"
+                )
+            if self._pause == "abort":
+                await self.abort()
+            batching.load(version, parameters, keep=self._pause == "in_place")
+            self._names = names
         self._start()
 
     async def load_directory(self, version: int, directory: Path) -> None:
@@ -317,27 +310,30 @@ class Torch:
     async def sleep(self) -> None:
         """Stop, free the cache, and move weights off the GPU; running requests go on after
         `wake`."""
-        if self._asleep:
-            return
-        self._asleep = True
-        self._batching.forget()
-        self._batching.cache = None
-        self._move("cpu")
+        async with self._turn:
+            if self._asleep:
+                return
+            self._asleep = True
+            self._batching.forget()
+            self._batching.cache = None
+            await self._move("cpu")
 
     async def wake(self) -> None:
         """Take memory back and go on."""
-        if not self._asleep:
-            return
-        self._asleep = False
-        self._batching.cache = self._make_cache()
-        self._move(self._device)
+        async with self._turn:
+            if not self._asleep:
+                return
+            self._batching.cache = self._make_cache()
+            await self._move(self._device)
+            self._asleep = False
         self._start()
 
-    def _move(self, device: Any) -> None:
+    async def _move(self, device: Any) -> None:
         from miles_plugins.engine.torch.decoder import moved
 
-        if self._batching.parameters is not None and self._device.type != "cpu":
-            self._batching.parameters = moved(self._batching.parameters, device)
+        held = self._batching.parameters
+        if held is not None and self._device.type != "cpu":
+            self._batching.parameters = await asyncio.to_thread(moved, held, device)
 
     async def health(self) -> Mapping[str, float]:
         """`active` and `waiting` requests now; since start: `tokens` sampled, `busy_s`,

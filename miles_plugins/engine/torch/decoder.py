@@ -136,7 +136,7 @@ def fuse(
     found: Mapping[str, torch.Tensor],
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
 ) -> Parameters:
     """Copy canonical tensors into fused ones; nothing keeps a reference to the originals."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from miles import ConfigError, EngineError, Settings, Span, WeightSyncError
 from miles.session.partial import Partial
+from miles_plugins.engine import torch as served
 
 
 def _run(play):
@@ -250,6 +252,44 @@ def test_weights_of_a_directory_are_those_of_a_publish(
         with pytest.raises(WeightSyncError, match=r"cannot read .*model\.safetensors"):
             await read.load_directory(4, folder)
         assert await read.version() == 3
+
+    _run(play)
+
+
+def test_taking_large_weights_does_not_silence_the_worker(tiny, request_for, monkeypatch):
+    """Nor does it mix versions: the switch is between two forwards."""
+    monkeypatch.setattr(served, "_BRIEF", 0, raising=False)
+
+    async def play():
+        engine = await _loaded(tiny)
+        ticks = 0
+
+        def slow():
+            for pair in tiny.weights(tiny.other):
+                time.sleep(0.01)
+                yield pair
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        before = asyncio.create_task(engine.generate(request_for(0, new=4)))
+        await engine.load(1, slow())
+        assert ticks > 5
+        ticking.cancel()
+        assert [span.version for span in (await before).spans] == [0]
+        assert [span.version for span in (await engine.generate(request_for(0))).spans] == [1]
+        running = asyncio.create_task(engine.generate(request_for(1, new=80)))
+        while not (await engine.health())["active"]:
+            await asyncio.sleep(0)
+        await engine.pause()
+        with pytest.raises(WeightSyncError, match="version 0 is older than 1, and 1 requests are"):
+            await engine.load(0, tiny.weights())
+        await engine.resume()
+        await running
 
     _run(play)
 
