@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,18 +92,19 @@ async def _serve(stage: Any, registry: Any, directory: Path, host: str, port: in
         await engine.load_directory(0, Path(model.directory()))
     token_file = directory / "token"
     native = Native(engine, token=secret_in(token_file), pause=stage.settings.pause)
-    try:
-        async with listening(native, host, port) as address:
-            print(f"the engine is served at {address}", flush=True)
-            print(f"clients send the token in {token_file}", flush=True)
-            print(f"  engine=sglang engine.url={address} engine.api_key_file={token_file}")
-            if await engine.version() < 0:
-                print("it has no weights yet: POST /update_weights_from_disk", flush=True)
-            await asked_to_stop()
-    except OSError as error:
-        raise ConfigError(
-            f"port {port} of {host} cannot be listened at: {error.strerror}"
-        ) from error
+    async with AsyncExitStack() as held:
+        try:
+            address = await held.enter_async_context(listening(native, host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} of {host} cannot be listened at: {error.strerror}"
+            ) from error
+        print(f"the engine is served at {address}", flush=True)
+        print(f"clients send the token in {token_file}", flush=True)
+        print(f"  engine=sglang engine.url={address} engine.api_key_file={token_file}")
+        if await engine.version() < 0:
+            print("it has no weights yet: POST /update_weights_from_disk", flush=True)
+        await asked_to_stop()
 
 
 def _build(stage: Any, registry: Any, directory: Path) -> tuple[Any, Any]:

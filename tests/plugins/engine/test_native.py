@@ -7,17 +7,21 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
 import pytest
 
-from miles import Context, EngineError, Settings, WeightSyncError
+from miles import ConfigError, Context, EngineError, Settings, WeightSyncError
+from miles_plugins.engine.native import command
 from miles_plugins.engine.native.routes import Native, listening
 from miles_plugins.engine.sglang import Sglang
 
@@ -183,6 +187,26 @@ def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoin
                 await client.load_directory(1, checkpoints[0].parent)
 
     asyncio.run(play())
+
+
+def test_serve_command_whose_output_is_closed_does_not_blame_the_port(tiny, tmp_path, monkeypatch):
+    stage = SimpleNamespace(settings=Settings())
+    model = SimpleNamespace(directory=lambda: None)
+    monkeypatch.setattr(command, "_build", lambda *_: (tiny.engine(), model))
+
+    def closed(*words, **how):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("builtins.print", closed)
+    serve = partial(command._serve, stage, None, tmp_path, "127.0.0.1")
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(serve(0))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of .* cannot be listened at: "):
+            asyncio.run(serve(port))
 
 
 @pytest.mark.slow
