@@ -62,7 +62,10 @@ class Serving:
     @asynccontextmanager
     async def _comparing(self, entries: Entries, *, compare: bool) -> AsyncIterator[None]:
         """Hold the engine still, where contents are compared, until they are; it stays stopped
-        when they differ."""
+        when they differ. An engine whose server has tensors of its own proves itself what that
+        makes of the update."""
+        if compare and (prove_next := getattr(self.engine, "prove_next", None)) is not None:
+            prove_next()
         asks = getattr(self.engine, "digests", None) if compare else None
         if asks is not None and not self._stopped:
             await self.engine.pause()

@@ -81,6 +81,9 @@ class NativeServer:
         self.twist: Any = None  # changes a reply
         self.extra: dict[str, Any] = {}  # put into meta_info
         self.update_fault = ""
+        self.reset_fault = ""  # said after some tensors were scrambled
+        self.refuses_checksums = False
+        self.begin_status = 404  # of /begin_weight_update, which old releases do not have
         self.untouched: set[str] = set()  # tensors that no update writes
         self.tensors = {f"t{i}": "made up" for i in range(3)}
         self.bodies: list[dict[str, Any]] = []
@@ -114,6 +117,7 @@ class NativeServer:
             ("POST", "/flush_cache", self._flush),
             ("POST", "/update_weights_from_disk", self._update),
             ("POST", "/weights_checker", self._checker),
+            ("POST", "/begin_weight_update", self._begin),
             ("POST", "/release_memory_occupation", self._empty),
             ("POST", "/resume_memory_occupation", self._empty),
         ):
@@ -278,9 +282,17 @@ class NativeServer:
     async def _checker(self, request: web.Request) -> web.Response:
         if request[BODY]["action"] == "reset_tensors":
             self._scrambled += 1
+            if self.reset_fault:
+                self.tensors["t0"] = f"scrambled {self._scrambled}"
+                return web.json_response({"message": self.reset_fault}, status=400)
             self.tensors = dict.fromkeys(self.tensors, f"scrambled {self._scrambled}")
             return web.json_response({"success": True})
+        if self.refuses_checksums:
+            return web.json_response({"message": "unknown action"}, status=400)
         return web.json_response({"success": True, "ranks": [{"checksums": dict(self.tensors)}]})
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.begin_status)
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(self.info)
