@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import zstandard
 
-from miles import Engine, WeightSyncError
+from miles import Engine, WeightSyncError, process_alive, process_identity
 from miles.learn.digest import Whole, contents, dtype_name
 from miles_plugins.transport import snapshot
 from miles_plugins.transport.serving import Serving
@@ -140,7 +141,7 @@ class DeltaReceiver:
 
     def __init__(self, engine: Engine, *, local: Path, file_bytes: int) -> None:
         self._serving = Serving(engine, "disk_delta")
-        self._local = local / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._local = local / f"{process_identity()}-{secrets.token_hex(4)}"
         self._file_bytes = file_bytes
         self._held: Path | None = None  # whole, and served
         self._base = ""  # its digest
@@ -246,8 +247,8 @@ def applied(
 
 
 def _clear_dead(local: Path) -> None:
-    """Delete snapshots of workers that are gone."""
+    """Delete snapshots of workers of this machine that are gone."""
     for path in local.iterdir() if local.is_dir() else ():
-        number = path.name.partition("-")[0]
-        if number.isdigit() and not Path(f"/proc/{number}").exists():
+        named = re.fullmatch(r"(.+)-[0-9a-f]{8}", path.name)
+        if named is not None and process_alive(named[1]) is False:
             shutil.rmtree(path, ignore_errors=True)

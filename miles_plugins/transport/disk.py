@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from miles import ConfigError, Context, Engine, Handle, MilesError, Receipt, Trainer
@@ -35,8 +34,8 @@ class Disk:
         """Where snapshots lie, and how they are checked."""
 
         directory: str = ""
-        """Where snapshots lie, seen by trainer and engines alike; empty is `weights` in the run's
-        directory."""
+        """Where snapshots lie, seen by trainer and engines alike, in a folder of the run's own;
+        empty is `weights` in the run's directory."""
         file_bytes: int = 2 * 2**30
         """Bytes per file; a larger tensor gets a file of its own."""
         verify_every: int = 20
@@ -49,7 +48,6 @@ class Disk:
             raise ConfigError(f"transport disk: {'; '.join(faults)}")
         self.config = config
         self.context = context
-        self.directory = Path(config.directory or context.directory / "weights").absolute()
         self._verifying = Verifying(config.verify_every)
 
     @classmethod
@@ -63,12 +61,12 @@ class Disk:
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""
-        from miles_plugins.transport.snapshot import SnapshotSender
+        from miles_plugins.transport.snapshot import SnapshotSender, own_folder
 
         return SnapshotSender(
             trainer,
             rank=self.context.rank,
-            directory=self.directory,
+            directory=own_folder(self.config.directory, self.context),
             file_bytes=self.config.file_bytes,
             model=self.context.model,
         )

@@ -40,8 +40,8 @@ class DiskDelta:
         """Where files lie, and how they are compressed and checked."""
 
         directory: str = ""
-        """Where differences lie, seen by trainer and engines alike; empty is `weights` in the run's
-        directory."""
+        """Where differences lie, seen by trainer and engines alike, in a folder of the run's own;
+        empty is `weights` in the run's directory."""
         local: str = ""
         """Where engine workers keep their snapshots, best on a disk of their own machine; empty is
         `received` in the run's directory."""
@@ -72,20 +72,19 @@ class DiskDelta:
             ) from error
         self.config = config
         self.context = context
-        run = context.directory
-        self.directory = Path(config.directory or run / "weights").absolute()
-        self.local = Path(config.local or run / "received").absolute()
+        self.local = Path(config.local or context.directory / "received").absolute()
         self._verifying = Verifying(config.verify_every)
         self._first = True
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""
         from miles_plugins.transport.delta import DeltaSender
+        from miles_plugins.transport.snapshot import own_folder
 
         return DeltaSender(
             trainer,
             rank=self.context.rank,
-            directory=self.directory,
+            directory=own_folder(self.config.directory, self.context),
             file_bytes=self.config.file_bytes,
             model=self.context.model,
             level=self.config.level,

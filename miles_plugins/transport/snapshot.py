@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,15 +22,42 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from miles import Engine, Trainer, WeightSyncError
+from miles import Context, Engine, Trainer, WeightSyncError
 from miles.learn.digest import Whole, contents, dtype_name
 from miles_plugins.transport.serving import Serving
 
-__all__ = ["MANIFEST", "SnapshotReceiver", "SnapshotSender", "Writer", "read_manifest", "tensors"]
+__all__ = [
+    "MANIFEST",
+    "SnapshotReceiver",
+    "SnapshotSender",
+    "Writer",
+    "own_folder",
+    "read_manifest",
+    "tensors",
+]
 
 MANIFEST = "snapshot.json"
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".unfinished-"
+_MARK = "weights.id"
+
+
+def own_folder(shared: str, context: Context) -> Path:
+    """Where a run's snapshots lie: `weights` in its directory, or in a directory that others may
+    use as well a folder that is its alone, and its again when it is resumed. Raises
+    `WeightSyncError`."""
+    run = Path(context.directory).absolute()
+    if not shared:
+        return run / "weights"
+    place = Path(shared).absolute()
+    if context.rank:
+        return place  # only rank 0 writes
+    mark = run / _MARK  # a path alone does not tell runs of two machines apart
+    with naming(mark):
+        if not mark.exists():
+            run.mkdir(parents=True, exist_ok=True)
+            mark.write_text(secrets.token_hex(6), encoding="utf-8")
+        return place / f"{run.name}-{mark.read_text(encoding='utf-8')}"
 
 
 class SnapshotSender:
@@ -94,12 +122,14 @@ class SnapshotSender:
             self._clear()
 
     def _clear(self) -> None:
-        """Delete snapshots, finished and unfinished, but for the one that is served."""
+        """Delete snapshots, finished and unfinished, but for the one that is served; whatever is
+        called otherwise is somebody else's."""
         if not self._directory.is_dir():
             return
+        finished = rf"{self._name}\d{{6,}}\.[0-9a-f]{{6}}"
+        ours = re.compile(rf"({UNFINISHED})?{finished}|{UNFINISHED}{self._name}[0-9a-f]{{12}}")
         for path in self._directory.iterdir():
-            ours = path.name.startswith((UNFINISHED + self._name, self._name))
-            if ours and path not in (self._kept, self._new):
+            if ours.fullmatch(path.name) and path not in (self._kept, self._new):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _config(self, entries: list[dict[str, Any]]) -> Mapping[str, Any] | None:
@@ -221,7 +251,7 @@ class SnapshotReceiver:
         what the engine then serves, before it goes on. Raises `WeightSyncError` naming the tensors
         that differ."""
         folder = Path(directory)
-        entries = read_manifest(folder)["tensors"]
+        entries = (await asyncio.to_thread(read_manifest, folder))["tensors"]
         if compare:
             await asyncio.to_thread(check_contents, folder, entries)
         await self._serving.load_directory(

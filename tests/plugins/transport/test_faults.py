@@ -19,10 +19,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles import ConfigError, Context, Spec, WeightSyncError
+from miles import ConfigError, Context, Spec, WeightSyncError, process_identity
 from miles.testing import FakeHandle
 from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender
+from miles_plugins.transport.delta import DeltaReceiver
 from miles_plugins.transport.disk import Disk
+from miles_plugins.transport.disk_delta import DiskDelta
 from miles_plugins.transport.handles import IpcSender
 from miles_plugins.transport.ipc import Ipc
 from miles_plugins.transport.nccl import Nccl, gpus_here
@@ -115,10 +117,64 @@ def test_full_disk_is_named_leaves_nothing_and_the_old_version(tmp_path):
     asyncio.run(driver.publish(1, trainer=trainer, engines=engines))
     with _full_disk(3000), pytest.raises(WeightSyncError, match=r"cannot write .*safetensors"):
         asyncio.run(driver.publish(2, trainer=trainer, engines=engines))
-    assert _names(tmp_path / "w") == ["version_000001"]
+    (own,) = (tmp_path / "w").iterdir()
+    assert _names(own) == ["version_000001"]
     assert engine.serving == 1
     asyncio.run(driver.publish(3, trainer=trainer, engines=engines))
     assert engine.serving == 3
+
+
+OTHERS = (
+    "version_0", "version_000007", "version_000007.best", "versions", "version_000007.abcdef.old",
+    ".unfinished-version_notes", "lightning_logs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Disk, DiskDelta])
+def test_folders_of_others_in_a_shared_directory_survive(tmp_path, kind):
+    """Snapshots of another run, and whatever lies beside them."""
+    shared, runs = tmp_path / "shared", [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for name in OTHERS:
+        (shared / name / "file").mkdir(parents=True)
+
+    def made(run):
+        half = kind(kind.Config(directory=str(shared)), Context(directory=run))
+        return half.sender(Trainer())
+
+    one, two = map(made, runs)
+    first, second = (Path(each.write(1)["directory"]) for each in (one, two))
+    two.keep(str(second))
+    two.keep(two.write(2)["directory"])
+    assert first.is_dir()
+    assert not second.is_dir()
+    made(runs[0]).write(2)  # as a run that is resumed, which nobody serves any more
+    assert not first.is_dir()
+    assert all((shared / name / "file").is_dir() for name in OTHERS)
+    assert len(list(shared.iterdir())) == len(OTHERS) + 2
+
+
+def test_folders_of_others_in_a_directory_of_snapshots_survive(tmp_path):
+    for name in OTHERS:
+        (tmp_path / name / "file").mkdir(parents=True)
+    sender = _sender(tmp_path)
+    sender.keep(sender.write(1)["directory"])
+    sender.keep(sender.write(2)["directory"])
+    assert all((tmp_path / name / "file").is_dir() for name in OTHERS)
+    assert len(list(tmp_path.iterdir())) == len(OTHERS) + 1
+
+
+def test_folders_of_others_beside_received_snapshots_survive(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    host = process_identity().rsplit(".", 2)[0]
+    others = ("2024-runs", f"{ended.pid}-data", f"elsewhere.{ended.pid}.7-0123abcd")
+    others += (f"{process_identity()}-0123abcd",)
+    dead = tmp_path / f"{host}.{ended.pid}.7-0123abcd"
+    for name in (*others, dead.name):
+        (tmp_path / name / "file").mkdir(parents=True)
+    DeltaReceiver(Engine(), local=tmp_path, file_bytes=4000)
+    assert all((tmp_path / name / "file").is_dir() for name in others)
+    assert not dead.exists()
 
 
 def test_other_ranks_gather_to_the_end_when_the_disk_is_full(tmp_path):
