@@ -21,6 +21,9 @@ from miles_plugins.trainer.fsdp.streaming import Streamed
 
 __all__ = ["Away", "Masters", "learning_rate"]
 
+STATE = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a weight once it had a gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class Away:
@@ -247,28 +250,28 @@ class Masters:
         }
 
     def set_moments(self, stored: Mapping[str, Tensor], where: str) -> None:
-        """Replace AdamW's state by one from `moments`, or reset it with nothing. Raises
-        `CheckpointError`, with the state reset."""
+        """Replace AdamW's state by one from `moments`, or reset it with nothing. A weight of which
+        nothing is stored never had a gradient and has no state. Raises `CheckpointError`, with the
+        state reset."""
         self._reset()
-        if not stored:
-            return
-        faults = []
+        faults, found = [], {}
         for name, master in self.trained.items():
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                value = stored.get(f"{name}:{key}")
+            state = {key: stored[f"{name}:{key}"] for key in STATE if f"{name}:{key}" in stored}
+            if not state:
+                continue
+            found[name] = state
+            for key in STATE:
                 wanted = () if key == "step" else tuple(local(master).shape)
-                if value is None:
+                if key not in state:
                     faults.append(f"{name}:{key} is missing")
-                elif tuple(value.shape) != wanted:
-                    faults.append(f"{name}:{key} has shape {tuple(value.shape)}, not {wanted}")
-        known = {f"{n}:{k}" for n in self.trained for k in ("step", "exp_avg", "exp_avg_sq")}
+                elif tuple(state[key].shape) != wanted:
+                    faults.append(f"{name}:{key} has shape {tuple(state[key].shape)}, not {wanted}")
+        known = {f"{n}:{k}" for n in self.trained for k in STATE}
         faults += [f"{name} is extra" for name in sorted(set(stored) - known)]
         if faults:
             raise CheckpointError(f"{where}: optimizer state does not fit: {'; '.join(faults[:8])}")
-        for name in self.trained:
-            self._set_state(
-                name, {k: stored[f"{name}:{k}"] for k in ("step", "exp_avg", "exp_avg_sq")}
-            )
+        for name, state in found.items():
+            self._set_state(name, state)
 
     def _reset(self) -> None:
         if self._streamed is None:

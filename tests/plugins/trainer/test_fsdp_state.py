@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from miles import CheckpointError
-from miles_plugins.trainer.fsdp import state
+from miles_plugins.trainer.fsdp import state, worker
+from miles_plugins.trainer.fsdp.policy import build
 
 
 def weights(trainer):
@@ -47,6 +48,30 @@ def test_resume_is_exact_to_the_bit(make_trainer, make_batch, tokens, tmp_path, 
         assert torch.equal(one, two)
     a, b = (t.logprobs(tokens, "reference") for t in (whole, resumed))
     assert (a == b).all()
+
+
+@pytest.mark.parametrize("place", ["resident", "host", "disk"])
+def test_a_model_with_a_weight_that_never_had_a_gradient_resumes(
+    make_trainer, make_batch, tmp_path, monkeypatch, place
+):
+    def build_with_one_unused(*args, **kwargs):
+        policy = build(*args, **kwargs)
+        policy.model.unused = torch.nn.Parameter(torch.ones(3))
+        return policy
+
+    monkeypatch.setattr(worker, "build", build_with_one_unused)
+    fields = {"optimizer_state": place, "weight_decay": 0.1}
+    trainer = make_trainer(**fields)
+    trainer.step(make_batch())
+    assert not any("unused" in key for key in trainer._worker.masters.moments())
+    trainer.save(tmp_path / "c")
+    resumed = make_trainer(seed=9, **fields)
+    resumed.step(make_batch())
+    resumed.load(tmp_path / "c")
+    for _ in range(2):
+        assert resumed.step(make_batch()).metrics == trainer.step(make_batch()).metrics
+    assert_same(trainer._worker.masters.named, resumed._worker.masters.named)
+    assert_same(trainer._worker.masters.moments(), resumed._worker.masters.moments())
 
 
 def test_saving_weights_only_writes_the_same_model_and_nothing_else(
