@@ -61,7 +61,7 @@ TABLE = {
         "stage shared pool here engines weights probe waiting served sessions fleet rollouts"
         " assemble run"
         " simulate serve evaluate evaluations eval_fleet convert worker cli __main__",
-        "data contract wire plugins loop session testing assembly facade",
+        "data contract wire plugins loop session testing children assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),
     "children": Row("child_server daemon", "data", "uvicorn"),
