@@ -171,6 +171,8 @@ class Worker:
                     f"{self.name}: plugins differ from the driver's: {'; '.join(lines)}"
                 )
         self.parts.clear()
+        gc.unfreeze()  # or what was built before would stay for ever, where it holds on to itself
+        gc.collect()
         around = Context(
             directory=Path(context["directory"]),
             plugins=plugins,

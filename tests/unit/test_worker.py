@@ -21,14 +21,17 @@ from miles.plugins import Registry
 
 PLUGIN = '''
 """A precision and a selector with odd methods, to look at workers with."""
-import asyncio, os, time
+import asyncio, os, time, weakref
 from dataclasses import dataclass
 import numpy as np
 from miles import Budget, ConfigError
 
 
+living = weakref.WeakSet()
+
+
 class Odd:
-    """Answers calls in all the ways there are."""
+    """Answers calls in all the ways there are, and holds on to itself."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
@@ -37,10 +40,13 @@ class Odd:
 
     def __init__(self, config, context):
         self.config, self.context = config, context
+        self.itself = self
+        living.add(self)
         self.master = self.compute = self.engine = self.export = "float32"
         self.budget = Budget(max=1.0, mean=1.0)
 
     def fingerprint(self): return "odd"
+    def living(self): return len(living)
     def array(self, x): return np.full(self.config.size, x, np.int32)
     def master_of(self): return self.context.master
     def where(self): return [os.getpid(), self.context.rank, self.context.world]
@@ -101,6 +107,7 @@ def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
         parts = [Spec(kind="precision", name="odd", config={"size": 2})]
         await runtime.rebuild(handle, parts, context)
         assert len(await handle.call("precision.array", np.int32(1))) == 2
+        assert await handle.call("precision.living") == 1  # or a stage would hold its last one's
 
     run(tmp_path, body)
 
