@@ -191,9 +191,8 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
         kinds.append("engine")  # it replays demonstrations, in the rollout worker itself
     parts = [own[kind] for kind in kinds if own[kind] is not None]
     parts += stage.shared.registry.environments(own["evaluator"]).values()
-    roles = [f"rollout-{i}" for i in range(stage.settings.rollout_workers)]
-    if len(roles) == 1:
-        roles = ["rollout"]
+    roles = rollout_roles(stage.settings.rollout_workers)
+    await _end_others(stage.shared, roles)
     async with asyncio.TaskGroup() as tasks:
         engine = tasks.create_task(_place_engine(stage, planned, context))
         workers = [tasks.create_task(_worker(stage.shared, r, parts, context, 1)) for r in roles]
@@ -201,6 +200,8 @@ async def _place_rollouts(stage: Stage, planned: Sequence[Any], context: Context
     handles = [worker.result() for worker in workers]
     if not handles:
         handles = [await _play_here(stage, own, context)]
+    else:
+        await stage.shared.end_rollouts()
 
     async def connect(handle: Handle) -> Handle:
         doors = [] if stage.engines is None else stage.engines.doors
@@ -291,13 +292,32 @@ def _samples(registry: Any, spec: Spec) -> bool:
     return bool(engine.samples)
 
 
+def rollout_roles(count: int) -> list[str]:
+    """Names of so many rollout workers."""
+    return ["rollout"] if count == 1 else [f"rollout-{i}" for i in range(count)]
+
+
+async def _end_others(shared: Shared, roles: Sequence[str]) -> None:
+    """End rollout workers of a stage that had another number of them."""
+    for role in [r for r in shared.handles if r.startswith("rollout") and r not in roles]:
+        await _end_worker(shared, role)
+
+
+async def _end_worker(shared: Shared, role: str) -> None:
+    handle, _ = shared.handles.pop(role)
+    await shared.runtime.end(handle)
+
+
 async def _worker(
     shared: Shared, role: str, parts: Sequence[Spec], context: Context, world: int
 ) -> Handle:
     """The running worker of this role, built anew when it was built for something else."""
     wanted = (tuple(parts), context.settings)
     handle, built = shared.handles.get(role, (None, None))
-    if handle is None or handle.world != world:
+    if handle is not None and handle.world != world:
+        await _end_worker(shared, role)
+        handle = None
+    if handle is None:
         handle = await shared.runtime.start(role, parts, context, world=world)
     elif built != wanted:
         await shared.runtime.rebuild(handle, parts, context)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from miles import ConfigError, WorkerError
-from miles.assemble import _agree, _connect_again
+from miles import ConfigError, Context, WorkerError
+from miles.assemble import _agree, _connect_again, _end_others, _worker, rollout_roles
 from miles.testing import FakeHandle
 
 
@@ -27,6 +28,49 @@ def test_assemble_refuses_a_rank_of_another_precision() -> None:
     sides = [handle("trainer", "fp32", "fp8")]
     with pytest.raises(ConfigError, match="precision: trainer has fingerprint 'fp8', the driver"):
         asyncio.run(_agree("fp32", sides, 5.0))
+
+
+class Runtime:
+    """Notes who was started and ended."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+
+    async def start(self, role: str, parts: Any, context: Any, *, world: int = 1) -> FakeHandle:
+        self.running.append(f"{role} x{world}")
+        return FakeHandle(role, *({} for _ in range(world)))
+
+    async def end(self, handle: FakeHandle) -> None:
+        self.running.remove(f"{handle.name} x{handle.world}")
+
+
+def test_assemble_ends_a_worker_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """It kept its devices to the end of the run."""
+    shared: Any = SimpleNamespace(runtime=Runtime(), handles={})
+
+    async def main() -> None:
+        context = Context(directory=tmp_path)
+        for world in (1, 2, 1):
+            await _worker(shared, "trainer", (), context, world)
+            assert shared.runtime.running == [f"trainer x{world}"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (3, 2), (2, 0), (0, 2)])
+def test_assemble_ends_rollout_workers_that_a_stage_does_not_have(
+    tmp_path: Path, counts: tuple[int, int]
+) -> None:
+    shared: Any = SimpleNamespace(runtime=Runtime(), handles={}, ended=0)
+
+    async def main() -> None:
+        for count in counts:
+            await _end_others(shared, rollout_roles(count))
+            for role in rollout_roles(count):
+                await _worker(shared, role, (), Context(directory=tmp_path), 1)
+        assert shared.runtime.running == [f"{role} x1" for role in rollout_roles(counts[-1])]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("failures", "lives"), [(2, True), (99, True), (2, False)])
