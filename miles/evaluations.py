@@ -135,6 +135,7 @@ class Evaluations:
         self._sharing_version = -1
         self._holding: set[asyncio.Task[None]] = set()  # those for which new groups are held
         self._pending: dict[int, asyncio.Task[None]] = {}
+        self._fault: BaseException | None = None
         self._turn = asyncio.Lock()
         self._taken_up = False
 
@@ -157,6 +158,7 @@ class Evaluations:
             if wait:
                 await self.settle(grace_s=_GRACE_S)
             return
+        self._raise()
         if not self._taken_up:
             await self._take_up(version)
         if version not in self._pending:
@@ -164,6 +166,7 @@ class Evaluations:
         if last and self._pending:
             with self._ground.timing("eval_wait"):
                 await asyncio.wait(self._pending.values())
+            self._raise()
 
     # ---- on the engines that train
 
@@ -244,7 +247,19 @@ class Evaluations:
             self._from_snapshot(version, directory), name=f"evaluate {version}"
         )
         self._pending[version] = task
-        task.add_done_callback(lambda _: self._pending.pop(version, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._pending[version]
+            if not task.cancelled() and self._fault is None:
+                self._fault = task.exception()
+
+        task.add_done_callback(ended)
+
+    def _raise(self) -> None:
+        """What recording a score from a snapshot raised: a bug, not the evaluation's."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
 
     async def _from_snapshot(self, version: int, directory: Path) -> None:
         """Score it, record the result at its own step, and delete the snapshot; one that is
@@ -275,16 +290,17 @@ class Evaluations:
 
     # ---- the end
 
-    def stop(self) -> int | None:
+    def stop(self) -> set[int]:
         """The run was interrupted: give up what is going on. Snapshots stay for a resumed run; the
-        version that played on the engines that train is returned, to be scored again."""
+        versions that have no score yet are returned, to be scored again."""
+        unscored = set(self._pending)
         for each in self._pending.values():
             each.cancel()
         task, self._sharing = self._sharing, None
-        if task is None or task.done():
-            return None
-        task.cancel()
-        return self._sharing_version
+        if task is not None and not task.done():
+            task.cancel()
+            unscored.add(self._sharing_version)
+        return unscored
 
     async def close(self) -> None:
         """Give up what is going on, and end the fleet."""

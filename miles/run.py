@@ -178,8 +178,9 @@ class _Run:
 
     def _announce(self, shared: Shared, chosen: Path | None, state: Mapping[str, Any]) -> None:
         if state:
-            shared.ledger.roll_back(state["ledger_offset"])
+            # first: a run that is killed in between must not go on from one that the ledger denies
             checkpoint.set_aside(self.directory / "checkpoints", after=state["version"])
+            shared.ledger.roll_back(state["ledger_offset"])
         shared.tracking.moment(
             "run_started",
             {
@@ -200,7 +201,7 @@ class _Run:
     async def _stages(self, shared: Shared, chosen: Path | None, state: Mapping[str, Any]) -> str:
         names = [s.name for s in self.plan.stages]
         start = names.index(state["stage"]) if state else 0
-        middle = bool(state) and not _done(state, self.plan.stages[start].settings.steps)
+        middle = bool(state) and not _done(state, self.plan.stages[start:])
         if state and not middle:
             start += 1
         for index in range(start, len(names)):
@@ -317,8 +318,13 @@ class _Run:
             log.warning("no report: %s", error)
 
 
-def _done(state: Mapping[str, Any], steps: int) -> bool:
-    return bool(state["version"] >= state["stage_first"] + steps)
+def _done(state: Mapping[str, Any], left: Sequence[Any]) -> bool:
+    """Whether the first of the stages `left` has nothing more to do. Its last version is scored by
+    the stage that follows, if there is one, and by itself if there is none."""
+    version, (stage, *later) = state["version"], left
+    if later or stage.specs["evaluator"] is None or state["evaluated"] == version:
+        return bool(version >= state["stage_first"] + stage.settings.steps)
+    return False
 
 
 def _words(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from miles import EngineError, Sampling, Score, Skipped, Task, checkpoint
+from miles import EngineError, PluginError, Sampling, Score, Skipped, Task, checkpoint
 from miles.buffer import Buffer
 from miles.errors import BufferStarved, WorkerError
 from miles.evaluations import Evaluations, Snapshots, Watched, score_directory
@@ -373,10 +373,10 @@ def test_an_interrupted_shared_evaluation_is_done_again(tmp_path: Path) -> None:
         ground = Ground(evaluator := Evaluator(), tmp_path)
         evaluator.gate.clear()
         await ground.step(2)
-        assert ground.evaluations.stop() == 2
+        assert ground.evaluations.stop() == {2}
         await asyncio.sleep(0.01)
         assert not ground.rows and ground.buffer.room()
-        assert ground.evaluations.stop() is None
+        assert ground.evaluations.stop() == set()
 
     run(main)
 
@@ -388,6 +388,34 @@ def test_an_interrupt_while_the_trainer_waits_is_no_timeout(tmp_path: Path) -> N
         asyncio.get_running_loop().call_later(0.05, ground.evaluations.stop)
         await ground.step(2, wait=True)
         assert not ground.rows
+
+    run(main)
+
+
+def test_an_interrupted_evaluation_of_a_snapshot_is_done_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        ground = Ground(evaluator := Evaluator(place="apart"), tmp_path)
+        evaluator.gate.clear()
+        await ground.step(2)
+        assert ground.evaluations.stop() == {2}
+
+    run(main)
+
+
+def test_a_hook_that_fails_over_a_snapshots_score_is_heard_of(tmp_path: Path) -> None:
+    async def main() -> None:
+        ground = Ground(Evaluator(place="apart"), tmp_path)
+
+        def evaluated(**data: Any) -> None:
+            raise PluginError("plugin 'x' raised in miles_evaluated")
+
+        ground.hook.evaluated = evaluated
+        await ground.step(1)
+        await asyncio.sleep(0.1)
+        with pytest.raises(PluginError, match="miles_evaluated"):
+            await ground.step(2)
+        with pytest.raises(PluginError, match="miles_evaluated"):
+            await ground.step(3, last=True)
 
     run(main)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from miles import Task
+import pytest
+
+from miles import RunError, Task
 from miles.buffer import Buffer, Lease
 from miles.ledger import Ledger
 from miles.placement import Colocated
-from miles.run import _Run
+from miles.run import _done, _Run
 from miles.settings import Settings
 
 
@@ -61,3 +63,36 @@ def test_run_that_fails_with_groups_in_flight_is_saved_on_a_shared_device(tmp_pa
         buffer.start(Lease(id=group, task=Task(id=str(group), prompt="x")))
     asyncio.run(_Run(None, None, tmp_path, {})._rescue(stage))
     assert saved == [[4, 5]], "they are played again by a resumed run"
+
+
+@pytest.mark.parametrize(
+    ("version", "evaluated", "evaluator", "later", "done"),
+    [
+        (10, 10, True, 0, True),
+        (10, -1, True, 0, False),  # interrupted while its last version was scored
+        (10, -1, False, 0, True),
+        (10, -1, True, 1, True),  # the next stage begins with that score
+        (9, 9, True, 1, False),
+    ],
+)
+def test_run_resumed_at_the_end_of_its_last_stage_still_wants_the_score(
+    version: int, evaluated: int, evaluator: bool, later: int, done: bool
+) -> None:
+    settings = SimpleNamespace(steps=6)
+    stage = SimpleNamespace(settings=settings, specs={"evaluator": object() if evaluator else None})
+    state = {"version": version, "stage_first": 4, "evaluated": evaluated}
+    assert _done(state, [stage] * (1 + later)) == done
+
+
+def test_run_resumed_sets_checkpoints_aside_before_the_ledger_denies_them(tmp_path: Path) -> None:
+    """Killed in between, a second resume went on from one whose groups the ledger had lost."""
+    run = _Run(SimpleNamespace(stages=()), None, tmp_path, {})
+    (tmp_path / "checkpoints" / "step_000020").mkdir(parents=True)
+
+    class Ledger:
+        def roll_back(self, offset: int) -> None:
+            raise RunError("killed here")
+
+    with pytest.raises(RunError, match="killed here"):
+        run._announce(SimpleNamespace(ledger=Ledger()), None, {"ledger_offset": 5, "version": 10})  # type: ignore[arg-type]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000020.rolled_back"]
