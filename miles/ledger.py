@@ -9,6 +9,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ class Ledger:
             raise RunError(f"ledger {self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
-        self._file.close()
+        """Close the file; safe to call twice. What could not be written was told before."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def fates(path: Path) -> dict[int, list[str]]:

@@ -7,6 +7,7 @@ what a stage does with it is `miles.stage`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from miles.tracking import Tracking
 from miles.types import Group
 
 __all__ = ["Shared"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -68,5 +71,8 @@ class Shared:
         whole = max(best.samples, key=lambda sample: len(sample.tokens))
         if np.count_nonzero(np.diff(whole.sampled.astype(np.int8)) > 0) > 1:  # several turns
             line["conversation"] = tito.decode(whole.tokens)
-        with (self.directory / "samples.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with (self.directory / "samples.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a text for people; no step ends for it
+            _log.warning("samples.jsonl: cannot be written: %s", error.strerror)

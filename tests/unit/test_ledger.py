@@ -66,6 +66,16 @@ def test_ledger_after_a_crash_in_a_line_is_read_back_whole(tmp_path: Path) -> No
     assert fates(path) == {0: ["trained"], 1: ["length"]}
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
+def test_ledger_on_a_full_disk_closes_without_another_error(tmp_path: Path) -> None:
+    """What the file still held was written again at its end, and that error hid the first."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger._file = open("/dev/full", "ab")  # noqa: SIM115 - the ledger closes it
+    with pytest.raises(RunError, match="cannot be written: No space left on device"):
+        ledger.write(step=1, started=1, ended=[(0, "trained")])
+    ledger.close()
+
+
 def test_ledger_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
