@@ -129,10 +129,19 @@ def newest(path: Path) -> Path:
         raise ConfigError(f"resume={path}: there is no such directory")
     if _NAME.fullmatch(path.name):
         return path
-    found = find(path / "checkpoints")
+    found = find(path / "checkpoints") or _replaced(path / "checkpoints")
     if not found:
         raise ConfigError(f"resume={path}: no checkpoint in {path / 'checkpoints'}")
     return found[-1]
+
+
+def _replaced(folder: Path) -> list[Path]:
+    """The one that was about to be written anew when its run was killed, put back."""
+    for old in folder.glob(".step_*.replaced"):
+        final = old.with_name(old.name[1:].removesuffix(".replaced"))
+        old.rename(final)
+        return [final]
+    return []
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -39,11 +39,12 @@ class Directory:
     @classmethod
     def create(cls, settings: Settings, *, stem: str) -> Directory:
         """A new one. Raises `ConfigError` when it already holds a run."""
-        path = Path(settings.run.dir).expanduser() / (
-            settings.run.name or _fresh_name(settings, stem)
-        )
+        parent = path = Path(settings.run.dir).expanduser()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            if settings.run.name:
+                (path := parent / settings.run.name).mkdir(parents=True, exist_ok=True)
+            else:
+                path = _fresh(parent, settings, stem)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot create {path}: {error.strerror}") from None
         found = cls._locked(path)
@@ -65,13 +66,19 @@ class Directory:
         lock = (path / "lock").open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             lock.close()
             raise ConfigError(
                 f"run.name: {path.resolve()} is in use by another run (process {owner}); "
                 "wait for it, or choose another run.name"
+            ) from None
+        except OSError as error:
+            lock.close()
+            raise ConfigError(
+                f"run.dir: {path.resolve()} cannot be locked ({error.strerror}), so two runs could "
+                "write there; choose a file system with flock"
             ) from None
         lock.seek(0)
         lock.truncate()
@@ -99,11 +106,18 @@ class Directory:
         self._lock.close()
 
 
-def _fresh_name(settings: Settings, stem: str) -> str:
+def _fresh(parent: Path, settings: Settings, stem: str) -> Path:
+    """A directory that nobody else has, however many start in this second."""
     base = f"{settings.experiment.replace('/', '-') or stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    parent = Path(settings.run.dir).expanduser()
-    tries = (base if n == 1 else f"{base}-{n}" for n in range(1, 10_000))
-    return next(name for name in tries if not (parent / name).exists())
+    path, number = parent / base, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = parent / f"{base}-{number}"
+        else:
+            return path
 
 
 def recorded(resume: str) -> tuple[Path, Path, dict[str, Any]]:

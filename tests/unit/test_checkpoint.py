@@ -107,6 +107,15 @@ def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_checkpoint_whose_replacement_was_killed_is_found_again(tmp_path: Path) -> None:
+    """Between two renames neither the old nor the new one had its name."""
+    made = write(tmp_path / "checkpoints", 10, {"weights": b"old"})
+    made.rename(made.with_name(f".{made.name}.replaced"))
+    assert checkpoint.newest(tmp_path) == made
+    checkpoint.verify(made)
+    assert [p.name for p in made.parent.iterdir()] == [made.name]
+
+
 def test_checkpoint_is_hashed_once_while_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

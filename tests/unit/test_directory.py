@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import subprocess
 import sys
@@ -37,6 +38,19 @@ def test_directory_in_use_names_the_owner(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "in use by another run (process " in done.stderr
     held.close()
+
+
+def test_directory_that_cannot_be_locked_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems; it was told as another run's."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("miles.directory.fcntl.flock", flock)
+    with pytest.raises(ConfigError, match=r"cannot be locked \(No locks available\)"):
+        Directory.reopen(tmp_path)
 
 
 def test_directory_that_holds_a_run_is_refused_with_what_to_do(tmp_path: Path) -> None:
