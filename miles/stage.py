@@ -287,10 +287,9 @@ class Stage:
         self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
 
     def _write_ledger(self, step: int) -> None:
-        ended, self.buffer.ended = self.buffer.ended, []
-        if not ended:
-            return
-        self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
+        if ended := self.buffer.ended:
+            self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
+            self.buffer.ended = []
 
     # ---- checkpoints
 
@@ -374,7 +373,7 @@ class Stage:
         self.interrupted = True
         if hasattr(self, "buffer"):
             self.buffer.stop()
-        if self.evaluations.stop() == self.shared.evaluated:
+        if self.shared.evaluated in self.evaluations.stop():
             self.shared.evaluated = -1  # to be scored again
 
     def restore(self, path: Path, state: Mapping[str, Any]) -> None:
