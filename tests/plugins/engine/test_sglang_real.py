@@ -97,6 +97,7 @@ async def _update(tiny, engine, request_for, pause):
     tasks += [asyncio.create_task(engine.generate(one)) for one in asked[1:]]
     await asyncio.wait_for(begun.wait(), 60)
     before = await engine.version()
+    engine.prove_next()  # scrambled and read again while requests wait
     await engine.load(before + 1, tiny.weights(tiny.other))
     done = await asyncio.gather(*tasks)
     straddled = 0
