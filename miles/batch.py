@@ -46,13 +46,18 @@ class Tokens:
     truncated_logprobs: Array | None = None
     """(T,) float32, falling back to `logprobs` where a sample was not cut; None when none was."""
     experts: Array | None = None
-    """(T, layers, top_k) or None."""
+    """(T, layers, top_k) routing to replay, or None; a trainer that does not replay refuses it."""
 
 
 def flatten(samples: Sequence[Sample]) -> Tokens:
-    """Lay samples end to end in the given order."""
+    """Lay samples end to end in the given order.
+
+    Raises `SampleError` when there are none, for images, which no trainer takes yet, and for
+    experts that only some have.
+    """
     if not samples:
         raise SampleError("flatten: no samples")
+    _refuse_untold(samples)
     versions = np.full(sum(len(s.tokens) for s in samples), -1, np.int32)  # (T,) int32
     offset = 0
     for sample in samples:
@@ -62,7 +67,7 @@ def flatten(samples: Sequence[Sample]) -> Tokens:
     logprobs = [s.logprobs for s in samples]
     have_logprobs = all(x is not None for x in logprobs)
     cut = have_logprobs and any(s.truncated_logprobs is not None for s in samples)
-    have_experts = all(s.experts is not None for s in samples)
+    have_experts = samples[0].experts is not None
     return Tokens(
         tokens=np.concatenate([s.tokens for s in samples]),
         lengths=np.array([len(s.tokens) for s in samples], np.int32),  # (S,) int32
@@ -80,6 +85,25 @@ def flatten(samples: Sequence[Sample]) -> Tokens:
         ),
         experts=_join(s.experts for s in samples) if have_experts else None,
     )
+
+
+def _refuse_untold(samples: Sequence[Sample]) -> None:
+    """What `Tokens` cannot tell a trainer, which would train as if it had not been there."""
+    images = [len(s.images) for s in samples]
+    if any(images):
+        at = next(i for i, count in enumerate(images) if count)
+        raise SampleError(
+            f"flatten: {sum(images)} images in {np.count_nonzero(images)} of {len(samples)} "
+            f"samples, the first in sample {at}: no trainer takes images yet, and the text alone "
+            "is not what was sampled from; train on tasks without images (an evaluator may play "
+            "those with them)"
+        )
+    routed = sum(s.experts is not None for s in samples)
+    if routed not in (0, len(samples)):
+        raise SampleError(
+            f"flatten: {routed} of {len(samples)} samples have experts to replay; all must, or "
+            "none (session.experts=false)"
+        )
 
 
 def _join(parts: Iterable[Array | None]) -> Array:

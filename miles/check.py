@@ -120,7 +120,7 @@ def _stage(
         )
         faults += _own_checks(planned, registry)
         warnings = _own_warnings(planned, registry)
-        for look in (_tasks, _vocabulary, _apart, conformance.carried):
+        for look in (_tasks, _vocabulary, _apart, conformance.carried, conformance.trained):
             faults += _told(partial(look, planned, registry))
         faults += _told(partial(through_faults, planned))
     faults += _told(partial(registry.hook.check, stage.resolved))

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from miles import schema
 from miles.errors import ContractError
 from miles.protocols import KINDS, Spec
+from miles.types import IMAGE_PARTS, Task
 
-__all__ = ["RESERVED", "carried", "check_class", "component_faults"]
+__all__ = ["RESERVED", "carried", "check_class", "component_faults", "trained"]
 
 RESERVED = "name"
 """The key by which a node names its component; no `Config` may have a field of that name."""
 
+_PROMPTS = 32  # looked at for images
 _DEPTHS = {
     "episode": (("task", "seed"), False),
     "play": (("task", "seed", "tools"), True),
@@ -72,6 +75,40 @@ def carried(planned: Any, registry: Any) -> list[str]:
         f"transport {specs[0].name!r} brings weights as {' or '.join(brings)}, and engine "
         f"{specs[1].name!r} takes them as {' or '.join(takes) or 'nothing'}"
     ]
+
+
+def trained(planned: Any, registry: Any) -> list[str]:
+    """Whether a stage's trainer takes what its samples will carry beside tokens: experts, which one
+    takes that `replays_experts`, and images, which none takes."""
+    trainer, faults = planned.specs.get("trainer"), []
+    if not planned.settings.steps or not isinstance(trainer, Spec):
+        return []
+    if planned.settings.session.experts and planned.samples:
+        component = registry.component("trainer", trainer.name)
+        if not getattr(component, "replays_experts", False):
+            faults.append(
+                f"session.experts=true and trainer {trainer.name!r}: it does not replay the "
+                "experts that an engine chose (no replays_experts) and would refuse the first "
+                "batch; use session.experts=false, or a trainer that replays"
+            )
+    environment, spec = planned.built.get("environment"), planned.specs.get("environment")
+    if environment is None or not isinstance(spec, Spec):
+        return faults
+    tasks = environment.tasks("train")
+    some = (tasks[i] for i in range(min(len(tasks), _PROMPTS)))
+    if (shown := next((task.id for task in some if _has_images(task)), None)) is not None:
+        faults.append(
+            f"environment {spec.name!r}: task {shown!r} has images, which no trainer takes yet; "
+            "train on tasks without (an evaluator may play those with images)"
+        )
+    return faults
+
+
+def _has_images(task: Task) -> bool:
+    messages = () if isinstance(task.prompt, str) else task.prompt
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
 
 
 def component_faults(kind: str, component: Any) -> list[str]:

@@ -49,8 +49,9 @@ class SessionKeys:
     """What becomes of an agent's own temperature, top_p or top_k where it is not the run's: a 400
     that says so, nothing, or it is sampled by (which training then has to correct for)."""
     experts: bool = False
-    """Ask engines for the experts that they chose, to replay them; an engine that cannot tell
-    refuses."""
+    """Ask engines for the experts that they chose and keep them with every sample; an engine that
+    cannot tell refuses. Training on such samples takes a trainer that replays them, which `fsdp`
+    does not do yet."""
     idle_s: float = 3600.0
     """Seconds without a request after which a session expires."""
     max_sessions: int = 4096

@@ -22,6 +22,9 @@ Array = np.ndarray
 Message = Mapping[str, Any]
 Finish = Literal["stop", "length", "abort"]
 
+IMAGE_PARTS = ("image", "image_url")
+"""Types of the content parts of a message that are images."""
+
 WeightVersion = int
 """Trainer steps completed since the run began, across stages and resumes; 0 as loaded."""
 

@@ -18,6 +18,10 @@ class Trainer(Protocol):
     mirror.
 
     Blocking methods; the worker runs them one at a time.
+
+    Optional: `replays_experts`, of the class, true when `step` and `logprobs` route tokens by
+    `Tokens.experts`. A trainer that does not say so raises `TrainerError` for tokens that have
+    experts, and `miles check` refuses `session.experts` with it.
     """
 
     version: int

@@ -13,11 +13,9 @@ from typing import Any, NoReturn
 
 from miles.errors import UnsupportedRequest
 from miles.protocols import Tito
-from miles.types import Message
+from miles.types import IMAGE_PARTS, Message
 
 __all__ = ["encoded_images", "refuse_images"]
-
-_TYPES = ("image", "image_url")
 
 
 def encoded_images(messages: Iterable[Message]) -> tuple[bytes, ...]:
@@ -30,7 +28,7 @@ def encoded_images(messages: Iterable[Message]) -> tuple[bytes, ...]:
         if content.__class__ is str or not isinstance(content, list | tuple):
             continue
         for part in content:
-            if isinstance(part, Mapping) and part.get("type") in _TYPES:
+            if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
                 found.append(_bytes_of(part))
     return tuple(found)
 

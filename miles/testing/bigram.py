@@ -342,6 +342,11 @@ class FakeTrainer:
         """(T,) float32 log-prob of every token, 0 for first ones; `source` is `current` or
         `reference`."""
         tables = {"current": self._weight_VV, "reference": self._reference_VV}
+        if tokens.experts is not None:
+            raise TrainerError(
+                "fake trainer: samples with experts, which it does not replay; use "
+                "session.experts=false"
+            )
         if source not in tables:
             raise TrainerError(
                 f"fake trainer: no log-probs of {source!r}; valid: current, reference"

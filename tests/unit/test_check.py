@@ -306,6 +306,27 @@ def test_check_refuses_an_engine_that_no_transport_reaches(tmp_path):
     assert "evaluator 'fleet' loads engines of its own from snapshots, and engine 'apart'" in faults
 
 
+def test_check_refuses_experts_that_the_trainer_would_not_replay(tmp_path):
+    said = "session.experts=true and trainer 'fsdp': it does not replay the experts"
+    assert said in found("session.experts=true")
+    assert said not in found("session.experts=true", "steps=0")
+    (tmp_path / "mine.py").write_text(
+        "from miles_plugins.trainer.fsdp import Fsdp\n"
+        "class Replays(Fsdp):\n    replays_experts = True\n"
+        "miles_components = {'trainer': {'replays': Replays}}\n"
+    )
+    mine = (f"plugins=[{tmp_path}/mine.py]", "trainer=replays")
+    assert "session.experts" not in found("session.experts=true", *mine)
+
+
+def test_check_refuses_to_train_on_tasks_with_images(tmp_path, component):
+    picture = "[{'type': 'text', 'text': 'What?'}, {'type': 'image', 'image': b'png'}]"
+    messages = f"({{'role': 'user', 'content': {picture}}},)"
+    shown = component.replace('prompt="say "', f"prompt={messages}")
+    said = "environment 'mine': task '1' has images, which no trainer takes yet"
+    assert said in found(*local(tmp_path, shown))
+
+
 def test_check_refuses_conversations_that_cannot_go_through_the_session_server():
     raw = found("session.through=server")
     assert "session.through=server: environment 'arithmetic' gives task" in raw

@@ -141,6 +141,21 @@ def check_logprobs_refuses_other_sources(case: Case) -> None:
         case.build().logprobs(flatten(_samples(case)), "no_such_source")
 
 
+def check_refuses_experts_unless_replayed(case: Case) -> None:
+    """Tokens with experts are a `TrainerError`, weights unchanged, unless it says that it
+    `replays_experts`."""
+    trainer = case.build()
+    if getattr(type(trainer), "replays_experts", False):
+        return
+    tokens = flatten(_samples(case))
+    routed = replace(tokens, experts=np.zeros((len(tokens.tokens), 1, 1), np.uint8))
+    with raises(TrainerError, "logprobs of samples with experts"):
+        trainer.logprobs(routed, "current")
+    with raises(TrainerError, "a step on samples with experts"):
+        trainer.step(_batch(case, tokens=routed))
+    expect(trainer.version == 0, f"version is {trainer.version} after a refused step")
+
+
 def check_export(case: Case) -> None:
     """Export gives every Hugging Face name once, whole, in a fixed order, in the precision's export
     type."""

@@ -122,6 +122,7 @@ class Worker:
     def step(self, batch: Batch) -> Update:
         """See `Fsdp.step`."""
         self._refuse_asleep("step")
+        _refuse_experts(batch.tokens)
         self.meter.begin()
         self.masters.drop_gradients()  # a step that failed may have left some
         tokens = batch.tokens
@@ -297,6 +298,7 @@ class Worker:
     def logprobs(self, tokens: Tokens, source: str) -> Array:
         """See `Fsdp.logprobs`."""
         self._refuse_asleep("logprobs")
+        _refuse_experts(tokens)
         if source not in SOURCES:
             raise TrainerError(f"log-probs of {source!r}: {choices(source, SOURCES)}")
         if source == "current":
@@ -382,3 +384,11 @@ class Worker:
     def _refuse_asleep(self, what: str) -> None:
         if self.eviction.asleep:
             raise TrainerError(f"trainer fsdp: {what} was asked of a trainer asleep; wake it first")
+
+
+def _refuse_experts(tokens: Tokens) -> None:
+    if tokens.experts is not None:
+        raise TrainerError(
+            f"trainer fsdp: {len(tokens.lengths)} samples carry the experts that an engine chose, "
+            "and replaying them is not there yet; use session.experts=false"
+        )

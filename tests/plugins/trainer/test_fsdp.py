@@ -375,3 +375,16 @@ def test_the_module_of_the_entry_point_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_experts_of_samples_are_refused_and_not_ignored(make_trainer, make_batch, tokens):
+    trainer = make_trainer()
+    routed = replace(tokens, experts=np.zeros((len(tokens.tokens), 2, 1), np.uint8))
+    before = weights(trainer)
+    said = "6 samples carry the experts that an engine chose, and replaying them is not there yet"
+    with pytest.raises(TrainerError, match=said):
+        trainer.step(make_batch(tokens=routed))
+    with pytest.raises(TrainerError, match=said):
+        trainer.logprobs(routed, "current")
+    assert_same(before, weights(trainer))
+    assert trainer.version == 0
