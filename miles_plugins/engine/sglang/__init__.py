@@ -363,7 +363,9 @@ class Sglang:
         if not facts.memory_saver:
             if self.config.device == "cpu" and self._server is not None:
                 return  # there is no device to free
-            raise EngineError(f"engine sglang: {self._http.url} needs --enable-memory-saver to sleep")
+            raise EngineError(
+                f"engine sglang: {self._http.url} needs --enable-memory-saver to sleep"
+            )
         await self._watch.idle()
         body, limit = {"tags": list(tags)}, self.config.update_timeout_s
         await self._http.ask("POST", "/release_memory_occupation", body, limit=limit)
