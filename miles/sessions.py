@@ -77,8 +77,7 @@ def _workers(overrides: Sequence[str]) -> tuple[list[str], int]:
 def planned(overrides: Sequence[str], *, registry: Any, folders: Sequence[str] = ()) -> Plan:
     """What these words of `miles sessions serve` choose. Raises `ConfigError`."""
     given = [quoted(_spelled(text)) for text in overrides]
-    if (family := _family(overrides, registry)) is not None:
-        given.insert(0, f"model={family}")
+    given[:0] = _model(overrides, registry)
     return compose([_EXPERIMENT, *given], registry=registry, folders=folders).verify()
 
 
@@ -87,11 +86,24 @@ def _spelled(text: str) -> str:
     return f"session.{text}" if name in _SHORT else text
 
 
-def _family(overrides: Sequence[str], registry: Any) -> str | None:
-    """The registered model whose checkpoint `model.path` is, unless a model was chosen."""
+def _model(overrides: Sequence[str], registry: Any) -> list[str]:
+    """What a user leaves out: the registered model whose checkpoint `model.path` is, and that it is
+    to be read rather than made."""
     values = dict(text.partition("=")[::2] for text in overrides)
-    if "model" in values or not (path := values.get("model.path")):
-        return None
+    if not (path := values.get("model.path")):
+        return []
+    family = values.get("model") or _family(path, registry)
+    if family is None:
+        return []
+    chosen = [] if "model" in values else [f"model={family}"]
+    known = family in registry.names("model")
+    keys = vars(registry.component("model", family).Config) if known else {}
+    if "init" in keys.get("__dataclass_fields__", ()) and "model.init" not in values:
+        chosen.append("model.init=load")
+    return chosen
+
+
+def _family(path: str, registry: Any) -> str | None:
     try:
         config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

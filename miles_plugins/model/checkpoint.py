@@ -69,6 +69,11 @@ class Dense:
         learn."""
 
     def __init__(self, config: Config, context: Context) -> None:
+        if config.init == "random" and config.path:
+            raise ConfigError(
+                f"model {self.family}: path is {config.path!r}, and init is random, which reads "
+                "nothing of it; give model.init=load, or leave the path out"
+            )
         self.config = config
         self._hf: dict[str, Any] | None = None
 

@@ -167,3 +167,11 @@ def test_registrations_import_no_torch():
 def test_random_model_is_initialized_by_its_width_unless_told(kind):
     assert _make(kind, hidden_size=256).hf_config()["initializer_range"] == 1 / 16
     assert _make(kind, init_std=0.02).hf_config()["initializer_range"] == 0.02
+
+
+@pytest.mark.parametrize("family", [Qwen3, Llama])
+def test_random_model_with_a_path_is_refused(family: type, tmp_path: Path) -> None:
+    """Nothing of the path would be read, its tokenizer neither."""
+    config = family.Config(path=str(tmp_path))  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="init is random, which reads nothing of it; give model"):
+        family(config, Context(directory=tmp_path))
