@@ -106,6 +106,38 @@ def test_interrupt_writes_a_checkpoint_exits_130_and_resumes_exactly(
 
 
 @pytest.mark.slow
+def test_interrupt_during_the_last_evaluation_is_scored_by_the_resumed_run(
+    tiny, tiny_overrides, new_run, command, write
+):
+    """All steps were taken, so the resumed run said that it had finished, without the score."""
+    plugin = write(
+        "interrupt.py",
+        "import os, pathlib, signal\n"
+        "import miles\n\n"
+        "FLAG = pathlib.Path(__file__).with_name('flag')\n\n"
+        "@miles.hookimpl\n"
+        "def miles_step_finished(step, groups, update, metrics):\n"
+        "    if step == 6 and FLAG.exists():\n"
+        "        FLAG.unlink()\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n",
+    )
+    write("flag", "")
+    stopped = new_run(*tiny_overrides, f"plugins=[{plugin}]", code=130)
+    assert stopped.checkpoints[-1].name == "step_000006"
+
+    def scored():
+        return [row["step"] for row in stopped.rows if "eval/heldout/score" in row]
+
+    assert max(scored()) < 6
+    ended = command("run", f"resume={stopped.directory}")
+    assert ended.code == 0, ended.text
+    assert 6 in scored() and _weights(stopped) == _weights(tiny)
+    again = command("run", f"resume={stopped.directory}")
+    assert again.code == 0, again.text
+    assert scored().count(6) == 1
+
+
+@pytest.mark.slow
 def test_resume_with_more_steps_continues_a_finished_run(tiny, command, tmp_path):
     copy = _crashed_copy(tiny, tmp_path, 6)
     ended = command("run", f"resume={copy.directory}", "stages.grpo.steps=4", "tracker=[jsonl]")
