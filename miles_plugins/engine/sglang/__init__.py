@@ -317,6 +317,8 @@ class Sglang:
             asking.close(cut=how == "cut")
             self._watch.busy = True
             try:
+                if how == "cut":
+                    await asking.ended()
                 yield how
             except Unknown as error:
                 self._watch.broken = str(error)

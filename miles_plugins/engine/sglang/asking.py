@@ -21,6 +21,7 @@ from miles_plugins.engine.sglang.pairs import Pair
 
 __all__ = ["Asking"]
 
+_CUT_S = 1.0  # for what is cut to end by itself; a pause then ends the rest
 _COUNTS = ("tokens", "busy_s", "prompt_tokens", "cached_tokens", "verified", "drafted", "accepted")
 
 
@@ -142,6 +143,14 @@ class Asking:
         self._open.clear()
         if cut:
             self._cut.update(self.running)
+
+    async def ended(self) -> None:
+        """Have the server end what was cut, and wait for it a moment. A pause ends it as well, but
+        looks only once a second whether it has (SGLang 0.5.16 to 0.5.23)."""
+        end = monotonic() + _CUT_S
+        while self._cut and self._pair is None and monotonic() < end:
+            await self._http.ask("POST", "/abort_request", {"rid": "", "abort_all": True})
+            await asyncio.sleep(0.01)
 
     def open(self, broken: str = "") -> None:
         """Let requests go on; or end them, when the server is of no use any more."""

@@ -91,6 +91,7 @@ class NativeServer:
         self.aborted: list[str] = []
         self.jobs: dict[str, Job] = {}
         self.paused = False
+        self.at_pause: list[int] = []  # requests that ran when it was paused
         self.most = 0  # requests that ran at once
         self._going = asyncio.Event()
         self._scrambled = 0
@@ -236,14 +237,16 @@ class NativeServer:
     # ---- control
 
     async def _abort(self, request: web.Request) -> web.Response:
-        rid = request[BODY]["rid"]
-        self.aborted.append(rid)
-        if (job := self.jobs.get(rid)) is not None and job.finish is None:
-            job.end("abort")
+        body = request[BODY]
+        for rid in list(self.jobs) if body.get("abort_all") else [body["rid"]]:
+            self.aborted.append(rid)
+            if (job := self.jobs.get(rid)) is not None and job.finish is None:
+                job.end("abort")
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request[BODY]["mode"]
+        self.at_pause.append(sum(job.finish is None for job in self.jobs.values()))
         self.paused = True
         self._going.clear()
         for job in list(self.jobs.values()):

@@ -336,6 +336,23 @@ def test_sglang_spans_are_exact_across_an_update(
     play(check, settings=Settings(pause=pause, max_lag=2), info=info)
 
 
+def test_sglang_requests_that_are_cut_have_ended_when_the_server_is_paused(play, checkpoint):
+    """Else a pause would wait a second for them to end."""
+
+    async def check(client, server):
+        server.tells_spans = False
+        await client.load_directory(1, checkpoint)
+        tasks = [asyncio.create_task(client.generate(_request(60, i))) for i in range(8)]
+        await _running(server, 8)
+        await client.load_directory(2, checkpoint)
+        for made in await asyncio.gather(*tasks):
+            _exact(made)
+            assert (made.finish, len(made.tokens)) == ("length", 60)
+        assert server.at_pause == [0, 0]
+
+    play(check)
+
+
 def test_sglang_requests_of_the_meantime_wait_for_the_new_weights(play, checkpoint):
     async def check(client, server):
         await client.load_directory(1, checkpoint)
