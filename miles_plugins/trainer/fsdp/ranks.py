@@ -23,6 +23,9 @@ from miles import ConfigError, Context, TrainerError
 
 __all__ = ["Ranks", "join", "local", "place", "shard", "whole"]
 
+TOLD = 512
+"""Bytes of a sentence that ranks tell each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -43,10 +46,14 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def wait(self) -> None:
-        """Return when every rank is here."""
-        if self.mesh is not None:
-            dist.barrier()
+    def tell(self, text: str) -> list[str]:
+        """What every rank tells, by rank, cut after `TOLD` bytes; every rank has to, and returns
+        when all have."""
+        own = text.encode()[:TOLD]
+        rows = torch.zeros(self.world, TOLD, dtype=torch.uint8)
+        rows[self.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+        told = self.add(rows.to(self.device)).tolist()
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told]
 
 
 def join(context: Context, device: str, *, replicas: int = 1, offload: bool = False) -> Ranks:

@@ -139,19 +139,33 @@ def check_names(
 def save(worker: Worker, directory: Path, *, weights_only: bool = False) -> None:
     """Write everything `load` needs: whole weights and counters by rank 0, its own moments and
     random state by each rank; or, with `weights_only`, just the model. Raises `CheckpointError`
-    naming the file that could not be written."""
+    naming the file that could not be written, on every rank when it is one's."""
     named, ranks = worker.masters.named, worker.ranks
     tensors = ((name, whole(master).detach()) for name, master in named.items())
-    if ranks.rank == 0:
-        config = {k: v for k, v in worker.context.model.hf_config().items() if k != "torch_dtype"}
-        sizes = {name: m.numel() * m.element_size() for name, m in named.items()}
-        write_model(directory / "model", config | {"dtype": MASTER}, tensors, sizes)
-    else:
-        for _ in tensors:  # gathering takes every rank
-            pass
-    if not weights_only:
-        _save_rest(worker, directory / "trainer")
-    ranks.wait()
+    failure: CheckpointError | None = None
+    try:
+        if ranks.rank == 0:
+            _save_model(worker, directory / "model", tensors)
+    except CheckpointError as error:
+        failure = error
+    for _ in tensors:  # gathering takes every rank, also one that cannot write
+        pass
+    try:
+        if failure is None and not weights_only:
+            _save_rest(worker, directory / "trainer")
+    except CheckpointError as error:
+        failure = error
+    told = ranks.tell("" if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if faults := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]:
+        raise CheckpointError(f"{directory} is not complete: {'; '.join(faults)}")
+
+
+def _save_model(worker: Worker, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    config = {k: v for k, v in worker.context.model.hf_config().items() if k != "torch_dtype"}
+    sizes = {name: m.numel() * m.element_size() for name, m in worker.masters.named.items()}
+    write_model(directory, config | {"dtype": MASTER}, tensors, sizes)
 
 
 def _save_rest(worker: Worker, directory: Path) -> None:

@@ -131,6 +131,30 @@ def test_ranks_meet_at_a_file(tmp_path):
     assert meet(f"file://{tmp_path}/meeting") == ["0 of 2: 3.0", "1 of 2: 3.0"]
 
 
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_is_told_by_all_and_throws_none_out_of_step(tmp_path):
+    script = str(SCRIPT.with_name("one_full_disk.py"))
+    master = f"file://{tmp_path}/meeting"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), master, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    files = ("config.json", "model-00002-of", "model-00001-of", "rank_0", "rank_1")
+    for number, file in enumerate(files):
+        whose = int(file == "rank_1")
+        for rank, text in enumerate(said):
+            line = next(x for x in text.splitlines() if x.startswith(f"{number}: "))
+            assert "cannot write" in line and file in line and "No space left" in line
+            assert (f"saved_{number} is not complete: rank {whose}: " in line) == (rank != whose)
+
+
 MEET = """
 import sys
 import torch
