@@ -5,7 +5,7 @@
     python tests/bench/sglang_grpo.py --agentic --python SGLANG
     python tests/bench/sglang_grpo.py --model DIR --python SGLANG --device cpu --steps 3 --rise none
 
-DIR holds a checkpoint, such as SmolLM2-135M-Instruct, for `smollm2_arithmetic` at temperature 1;
+DIR holds a checkpoint, such as SmolLM2-135M-Instruct, for `smollm2_arithmetic`;
 `--agentic` is `calculator_agent` from nothing, every sampled turn a request to the session server.
 Words with `=` are overrides of the run. Layouts: `colocated` takes turns on GPU 0, weights by
 `ipc`; `disaggregated` has the trainer on GPU 0 and the server on GPU 1, weights by `nccl`; on a
@@ -60,14 +60,9 @@ def words(args: argparse.Namespace, folder: Path) -> list[str]:
     transport = TRANSPORTS.get((args.device, args.layout), "disk")
     made = [
         f"run.dir={folder}", "run.name=run", "tracker=[jsonl]", "precision=bf16",
-        f"trainer.device={args.device}",
+        f"trainer.device={args.device}", f"transport={transport}",
+        f"placement={'colocated' if args.layout == 'colocated' else 'split'}",
     ]  # fmt: skip
-    stage = {
-        "transport": transport,
-        "placement": "colocated" if args.layout == "colocated" else "split",
-        "max_lag": args.max_lag,
-        "steps": args.steps,
-    }
     if args.agentic:  # the stage before is demonstrated, and has no server
         head = f"stages.{STAGE}."
         made = ["experiment=calculator_agent", *made]
@@ -75,13 +70,12 @@ def words(args: argparse.Namespace, folder: Path) -> list[str]:
     else:
         head = ""
         made = ["experiment=smollm2_arithmetic", *made, *_checkpoint(args.model)]
-        made += ["temperature=1"]  # at which alone a server scores given tokens
         made += [f"groups_per_step={32 if cuda else 4}", f"samples_per_group={8 if cuda else 4}"]
         if cuda:
             made += ["trainer.lr=1e-5", "trainer.micro_batch_tokens=16384"]
             made += ["trainer.activation_checkpointing=false", "evaluator.tasks=128"]
     made += [f"{head}engine=sglang", *sglang_server.override(f"{head}engine", engine)]
-    made += [f"{head}{name}={value}" for name, value in stage.items()]
+    made += [f"{head}max_lag={args.max_lag}", f"{head}steps={args.steps}"]
     return [*made, *args.overrides]
 
 
