@@ -13,7 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import hypothesis
 import pytest
@@ -50,6 +52,23 @@ def _nothing_is_lost() -> Iterator[None]:
     yield
     said, _lost.said = _lost.said, []
     assert not said, "\n".join(said)
+
+
+@pytest.fixture
+def no_descriptors() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_descriptors():` nothing more can be opened in this process, nor a child started, as
+    when it has too many files open."""
+
+    @contextmanager
+    def without() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    return without
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -51,7 +51,7 @@ class Grader:
     async def __call__(
         self, reward: str, text: str, task: Task, **options: str
     ) -> tuple[float, Mapping[str, float]]:
-        """The reward of that name. Raises `EpisodeError` when it raises."""
+        """The reward of that name. Raises `EpisodeError` when it raises or nothing can run it."""
         job = {"reward": reward, "text": text, "answer": task.answer, "options": options}
         line = json.dumps(job, default=str).encode() + b"\n"
         answer = await asyncio.get_running_loop().run_in_executor(
@@ -84,12 +84,17 @@ class Grader:
         return answer or None
 
     def _start(self) -> Child:
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(math.ceil(self._deadline_s) + _GRACE_S)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(math.ceil(self._deadline_s) + _GRACE_S)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        except OSError as error:
+            raise EpisodeError(
+                f"environment {self._environment!r}: cannot start a grading process: {error}"
+            ) from error
         if _line(child, _START_S) != b"ready\n":
             _end(child)
             raise EpisodeError(

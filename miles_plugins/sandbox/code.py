@@ -33,8 +33,8 @@ def compiled(python: str, title: str) -> bytes:
     import marshal
 
     folder = Path(__file__).parent / "inside"
-    given = [(f"{_PACKAGE}.{m}", (folder / f"{m}.py").read_text("utf-8")) for m in _MODULES]
     try:
+        given = [(f"{_PACKAGE}.{m}", (folder / f"{m}.py").read_text("utf-8")) for m in _MODULES]
         ran = subprocess.run(
             [python, "-I", "-S", "-c", _COMPILE],
             input=marshal.dumps(given, 2),

@@ -129,7 +129,11 @@ async def launch(how: Launch, *, id: str, pass_fds: Sequence[int] = ()) -> Super
 
 def _started(how: Launch, pass_fds: Sequence[int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process of a box, and our end of its channel."""
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        _delete(how)
+        raise SandboxError(f"{how.title}: cannot start a box: {error}") from error
     ours.setblocking(False)
     try:
         process = subprocess.Popen(
@@ -144,6 +148,7 @@ def _started(how: Launch, pass_fds: Sequence[int]) -> tuple[subprocess.Popen[byt
         )
     except OSError as error:
         ours.close()
+        _delete(how)
         raise SandboxError(f"{how.title}: cannot start a box: {error}") from error
     finally:
         theirs.close()
@@ -289,18 +294,28 @@ class SupervisedBox:
         if self._process.stderr is not None:
             self._process.stderr.close()
         if self._how.folder:
-            await asyncio.to_thread(shutil.rmtree, self._how.folder, ignore_errors=True)
+            await asyncio.to_thread(_delete, self._how)
+
+
+def _delete(how: Launch) -> None:
+    if not how.folder:
+        return
+    shutil.rmtree(how.folder, ignore_errors=True)
+    if os.path.lexists(how.folder):
+        _log.warning("%s: what a box left in %s cannot all be deleted", how.title, how.folder)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
     """Wait for a child without a thread."""
     if process.poll() is not None:
         return
-    if not hasattr(os, "pidfd_open"):
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # an old kernel or Python, or no descriptor is left
         while process.poll() is None:
             await asyncio.sleep(0.01)
         return
-    loop, fd = asyncio.get_running_loop(), os.pidfd_open(process.pid)
+    loop = asyncio.get_running_loop()
     ended = loop.create_future()
     loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
     try:

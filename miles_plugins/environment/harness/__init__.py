@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from miles import (
 from miles_plugins.environment import functions
 from miles_plugins.environment.calculator import Calculator, calculator_tasks
 from miles_plugins.environment.harness.commands import Ended, run_command
+from miles_plugins.environment.harness.folders import attempt_folder
 from miles_plugins.environment.lines import read_tasks
 from miles_plugins.environment.scoring import Scorer
 
@@ -242,22 +242,18 @@ class Harness:
         return said, {"agent/failed": 0.0}
 
     async def _command(self, given: dict[str, Any], served: ServedSession) -> Outcome:
-        with tempfile.TemporaryDirectory(prefix="miles-agent-") as folder:
-            file = Path(folder) / "task.json"
-            data = json.dumps(given, ensure_ascii=False).encode()
-            file.write_bytes(data)
-            cwd = self._cwd or Path(folder) / "work"
-            cwd.mkdir(exist_ok=True)
+        data = json.dumps(given, ensure_ascii=False).encode()
+        with attempt_folder(data) as folder:
             told = {
                 "base_url": served.base_url,
                 "api_key": served.api_key,
                 "model": served.model,
-                "task_file": str(file),
+                "task_file": str(folder / "task.json"),
             }
             ended = await run_command(
                 [_filled(word, told) for word in self.config.command],
                 env=self._environment(told),
-                cwd=str(cwd),
+                cwd=str(self._cwd or folder / "work"),
                 stdin=data,
             )
         return self._judged(ended, served)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles import EpisodeError
+
 __all__ = ["Ended", "run_command"]
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -37,17 +39,21 @@ class Ended:
 async def run_command(
     argv: Sequence[str], *, env: Mapping[str, str], cwd: str, stdin: bytes
 ) -> Ended:
-    """Run to its end. Cancelling ends the command and everything it started."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
-        *argv,
-        env=dict(env),
-        cwd=cwd,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
+    """Run to its end. Cancelling ends the command and everything it started. Raises `EpisodeError`
+    when this machine cannot start a process."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+            *argv,
+            env=dict(env),
+            cwd=cwd,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:  # no process, descriptor or memory is left, or its folder is gone
+        raise EpisodeError(f"environment harness: cannot start the agent: {error}") from error
     try:
         out, err, _, code = await asyncio.gather(
             _last(process.stdout), _last(process.stderr), _feed(process, stdin), process.wait()

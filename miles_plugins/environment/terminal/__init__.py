@@ -28,7 +28,13 @@ from miles import (
 )
 from miles_plugins.environment import functions
 from miles_plugins.environment.terminal.grading import Verdict, grade
-from miles_plugins.environment.terminal.layout import Folder, find_folders, names, read_folder
+from miles_plugins.environment.terminal.layout import (
+    Folder,
+    find_folders,
+    names,
+    read_file,
+    read_folder,
+)
 from miles_plugins.environment.terminal.places import Places
 
 _WHERE = "environment terminal"
@@ -145,15 +151,17 @@ class Terminal:
         return TerminalEpisode(self, task, folder)
 
     async def open(self, task: Task, folder: Folder) -> tuple[Box, Places]:
-        """A box with the task's starting files. Raises `SandboxError`."""
+        """A box with the task's starting files. Raises `SandboxError`, and `EpisodeError` for files
+        that cannot be read now."""
         if self._sandbox is None:
             raise SandboxError(f"{_WHERE}: no sandbox is chosen; choose one, as in sandbox=process")
         box: Box = await self._sandbox.open(task)
         try:
             places = await Places.find(box, folder, self.config.root)
             for to, source in folder.files.items():
-                await box.write(places.to_write(to), places.rewritten(source.read_bytes()))
-                if source.stat().st_mode & 0o100:
+                data, executable = read_file(source)
+                await box.write(places.to_write(to), places.rewritten(data))
+                if executable:
                     await box.exec(["chmod", "+x", places.to_write(to)])
         except BaseException:
             await box.close()

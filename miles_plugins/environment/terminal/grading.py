@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles import Box, SandboxError
-from miles_plugins.environment.terminal.layout import Folder, test_files
+from miles_plugins.environment.terminal.layout import Folder, read_file, test_files
 from miles_plugins.environment.terminal.places import Places
 
 __all__ = ["Verdict", "grade"]
@@ -35,14 +35,15 @@ async def grade(box: Box, places: Places, folder: Folder) -> Verdict:
     """Copy the tests, run them in the work directory, read their reward.
 
     Of miles' own layout that is 1 for exit code 0 and 0 otherwise; of Harbor's the number in
-    `/logs/verifier/reward.txt`, or in `reward.json`. Raises `SandboxError` when the box breaks.
+    `/logs/verifier/reward.txt`, or in `reward.json`. Raises `SandboxError` when the box breaks,
+    `EpisodeError` when a test cannot be read.
     """
     await box.exec(["rm", "-rf", places.at("/tests"), places.at("/logs")], timeout=60.0)
     await box.exec(["mkdir", "-p", places.at("/logs/verifier")], timeout=60.0)
     for name, data in test_files(folder).items():
         await box.write(places.to_write(f"/tests/{name}"), places.rewritten(data))
     if not folder.harbor:
-        await box.write(places.to_write("/tests/checking.py"), _CHECKING.read_bytes())
+        await box.write(places.to_write("/tests/checking.py"), read_file(_CHECKING)[0])
     done = await box.exec(
         _command(folder, places),
         cwd=places.workdir,

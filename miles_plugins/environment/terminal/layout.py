@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from miles import ConfigError
+from miles import ConfigError, EpisodeError
 
-__all__ = ["Folder", "Needs", "find_folders", "read_folder", "test_files"]
+__all__ = ["Folder", "Needs", "find_folders", "read_file", "read_folder", "test_files"]
 
 _DEPTH = 6  # folders below the given one that are looked into
 _PREPARES = {"RUN", "ADD", "USER", "VOLUME", "SHELL", "ONBUILD"}
@@ -129,9 +129,18 @@ def read_folder(path: Path, root: Path, where: str) -> Folder:
 
 
 def test_files(folder: Folder) -> dict[str, bytes]:
-    """The tests by their path below the tests' directory."""
+    """The tests by their path below the tests' directory. Raises `EpisodeError`."""
     root = folder.path / "tests"
-    return {str(p.relative_to(root)): p.read_bytes() for p in _files(root)}
+    return {str(p.relative_to(root)): read_file(p)[0] for p in _files(root)}
+
+
+def read_file(path: Path) -> tuple[bytes, bool]:
+    """A file of a task, and whether it is a program. Raises `EpisodeError` when it cannot be read:
+    tasks were read before, so this is of the moment, as when no descriptor is left."""
+    try:
+        return path.read_bytes(), bool(path.stat().st_mode & 0o100)
+    except OSError as error:
+        raise EpisodeError(f"environment terminal: cannot read {path}: {error}") from error
 
 
 def _files(root: Path) -> list[Path]:

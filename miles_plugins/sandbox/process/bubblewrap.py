@@ -75,15 +75,25 @@ def faults() -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         found.append(f"needs bubblewrap, which is not installed; {_INSTALL}")
-    elif (version := _version(bwrap)) < _OLDEST:
-        words = ".".join(map(str, version)) or "of no known version"
-        found.append(f"needs bubblewrap 0.8 or later; {bwrap} is {words}")
+    else:
+        found += _too_old(bwrap)
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         found.append(
             "needs setpriv when root runs it, which is not installed; install it: "
             "apt-get install util-linux"
         )
     return found
+
+
+def _too_old(bwrap: str) -> list[str]:
+    try:
+        version = _version(bwrap)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"cannot run {bwrap} --version: {error}"]
+    if version >= _OLDEST:
+        return []
+    words = ".".join(map(str, version)) or "of no known version"
+    return [f"needs bubblewrap 0.8 or later; {bwrap} is {words}"]
 
 
 @lru_cache(maxsize=4)

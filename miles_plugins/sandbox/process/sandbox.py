@@ -176,9 +176,13 @@ class Process:
 
 
 def _in_memory(data: bytes, stack: contextlib.ExitStack) -> int:
-    """A descriptor to read `data` from; bubblewrap takes no other way than descriptors."""
-    fd = os.memfd_create("miles-box")
-    stack.callback(os.close, fd)
-    os.write(fd, data)
-    os.lseek(fd, 0, os.SEEK_SET)
+    """A descriptor to read `data` from; bubblewrap takes no other way than descriptors. Raises
+    `SandboxError` when there is none left."""
+    try:
+        fd = os.memfd_create("miles-box")
+        stack.callback(os.close, fd)
+        os.write(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except OSError as error:
+        raise SandboxError(f"{_TITLE}: cannot start a box: {error}") from error
     return fd

@@ -128,6 +128,20 @@ def test_grader_ends_its_processes_when_it_is_forgotten():
     assert child.wait(timeout=10) is not None
 
 
+def test_grader_that_cannot_start_a_process_ends_the_attempt_alone(no_descriptors):
+    grader = Grader(environment="dataset", deadline_s=30)
+
+    async def run():
+        with no_descriptors():
+            await grader("regex", "a", task("a"))
+
+    with pytest.raises(
+        EpisodeError, match=r"'dataset': cannot start a grading process: .*Too many"
+    ):
+        asyncio.run(run())
+    assert asyncio.run(grader("regex", "aab", task("aa"), pattern="(a+)"))[0] == 1.0
+
+
 def test_grader_names_environment_and_reward_when_it_raises():
     grader = Grader(environment="dataset", deadline_s=30)
     with pytest.raises(

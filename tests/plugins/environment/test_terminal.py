@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles import ConfigError, Context, SandboxError
+from miles import ConfigError, Context, EpisodeError, SandboxError
 from miles.check import check
 from miles.config import compose
 from miles.plugins import Registry
@@ -119,6 +119,24 @@ def test_box_is_closed_when_opening_fails_halfway():
     with pytest.raises(SandboxError, match="no space"):
         play(make(sandbox), "count-words", "ls")
     assert sandbox.opened[0].closed
+
+
+@pytest.mark.parametrize("part", ["files", "tests"])
+def test_task_files_that_cannot_be_read_end_the_attempt_alone(tmp_path, monkeypatch, part):
+    copy(tmp_path, "count-words")
+    sandbox = FakeSandbox()
+    environment = make(sandbox, tasks=str(tmp_path / "copied"))
+    read = Path.read_bytes
+
+    def without_descriptors(path):
+        if path.is_relative_to(tmp_path / "copied" / "count-words" / part):
+            raise OSError(24, "Too many open files", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", without_descriptors)
+    with pytest.raises(EpisodeError, match=f"terminal: cannot read .*/{part}/.*Too many open"):
+        play(environment, "count-words", "ls")
+    assert all(box.closed for box in sandbox.opened)
 
 
 def test_missing_sandbox_is_said_before_a_run_and_during_one():

@@ -577,6 +577,28 @@ def test_without_bubblewrap_the_error_says_how_to_install_it(tmp_path: Path, mon
         says(tmp_path, "true")
 
 
+def test_box_that_cannot_be_started_for_want_of_descriptors_is_an_error(
+    tmp_path: Path, no_descriptors
+) -> None:
+    sandbox = Process(Process.Config(), Context(directory=tmp_path))
+
+    async def run() -> None:
+        await (await sandbox.open(TASK)).close()
+        with no_descriptors():
+            await sandbox.open(TASK)
+
+    with pytest.raises(SandboxError, match=r"cannot start a box: \[Errno 24\] Too many open files"):
+        asyncio.run(run())
+
+
+def test_bubblewrap_that_cannot_be_run_is_a_fault(tmp_path: Path, monkeypatch) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert faults() == [f"cannot run {broken} --version: [Errno 8] Exec format error: '{broken}'"]
+
+
 def test_old_bubblewrap_is_refused_with_its_version(tmp_path: Path, monkeypatch) -> None:
     old = tmp_path / "bwrap"
     old.write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")

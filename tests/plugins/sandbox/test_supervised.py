@@ -329,6 +329,30 @@ def test_supervisor_that_does_not_start_is_an_error(code: str, said: str, monkey
 # ---------------------------------------------------------------- none
 
 
+def test_box_that_cannot_be_started_for_want_of_descriptors_is_an_error(tmp_path, no_descriptors):
+    sandbox = Unsandboxed(Unsandboxed.Config(), Context(directory=tmp_path))
+
+    async def run() -> None:
+        await (await sandbox.open(TASK)).close()
+        with no_descriptors():
+            await sandbox.open(TASK)
+
+    with pytest.raises(SandboxError, match=r"cannot start a box: \[Errno 24\] Too many open files"):
+        asyncio.run(run())
+
+
+def test_box_is_closed_without_a_descriptor_to_spare(tmp_path: Path, no_descriptors) -> None:
+    sandbox = Unsandboxed(Unsandboxed.Config(), Context(directory=tmp_path))
+
+    async def run() -> None:
+        box = await sandbox.open(TASK)
+        with no_descriptors():
+            await box.close()
+        assert box._process.returncode is not None
+
+    asyncio.run(run())
+
+
 def test_none_says_loudly_that_it_isolates_nothing(tmp_path: Path, caplog) -> None:
     Unsandboxed(Unsandboxed.Config(), Context(directory=tmp_path))
     (record,) = caplog.records
