@@ -33,6 +33,7 @@ from miles.eval_fleet import EvalFleet
 from miles.evaluations import Evaluations, Snapshots, Watched
 from miles.measure import Measure
 from miles.placement import Placement
+from miles.plain import of_plain, to_plain
 from miles.pool import Pool
 from miles.probe import probe, wants_probe
 from miles.remote import RemoteTrainer
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 _HOPELESS = 20  # steps' worth of groups that fail in a row before the run gives up
 _OF_ENGINES = (EngineError.reason, RoutingError.reason)
 _SAMPLE_EVERY = 25  # steps between texts kept for people to read
+_parts = partial(msgspec.to_builtins, builtin_types=(bytes,))
 
 
 class Stage:
@@ -343,8 +345,8 @@ class Stage:
             "next_group": shared.next_group,
             "evaluated": shared.evaluated,
             "ledger_offset": shared.ledger.offset,
-            "leases": [{"id": x.id, "task": msgspec.to_builtins(x.task)} for x in leases],
-            "unused": msgspec.to_builtins(self.buffer.unused),
+            "leases": [{"id": x.id, "task": to_plain(_parts(x.task))} for x in leases],
+            "unused": to_plain(_parts(self.buffer.unused)),
             "retried": dict(self.buffer.retried),
             "lengths": self.measure.lengths(),
         }
@@ -384,8 +386,9 @@ class Stage:
     def stand(self, state: Mapping[str, Any]) -> None:
         """Leases and unused tasks as `standing` told them."""
         self.leases = [
-            Lease(id=x["id"], task=msgspec.convert(x["task"], Task)) for x in state["leases"]
+            Lease(id=x["id"], task=msgspec.convert(of_plain(x["task"]), Task))
+            for x in state["leases"]
         ]
-        self.buffer.unused = msgspec.convert(state["unused"], list[Task])
+        self.buffer.unused = msgspec.convert(of_plain(state["unused"]), list[Task])
         self.buffer.retried = Counter(state["retried"])
         self.measure.go_on(state.get("lengths", {}))

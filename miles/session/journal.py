@@ -9,14 +9,12 @@ follows it is cut off, and said. A directory belongs to one process at a time.
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import json
 import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import msgspec
 import numpy as np
 
 from miles.errors import JournalError
+from miles.plain import of_json, to_json
 from miles.session.tree import Session
 from miles.session.turns import Counters, Prompt
 from miles.types import Array, Completion, Finish, Message, Span
@@ -36,7 +35,6 @@ _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<II")  # bytes of the payload, its CRC-32
 _SUFFIX = ".journal"
 _COUNTED = {one.name for one in fields(Counters)}  # other versions may count other things
-_BYTES = "\0bytes"  # key under which bytes inside messages are written
 
 
 class _Rows(msgspec.Struct, array_like=True):
@@ -118,7 +116,7 @@ class Journal:
         """Begin a session's file."""
         path = self._path(session.id)
         path.unlink(missing_ok=True)
-        self._append(session.id, _Opened(session.id, _json(session.data)))
+        self._append(session.id, _Opened(session.id, to_json(session.data).encode()))
 
     def turn(
         self, session: Session, prompt: Prompt, completion: Completion, message: Message
@@ -134,7 +132,7 @@ class Journal:
                 replaces=prompt.replaces,
                 fresh=prompt.fresh,
                 raw=prompt.raw,
-                said=_json([list(prompt.new), message, tools]),
+                said=to_json([list(prompt.new), message, tools]).encode(),
                 images=prompt.own_images,
                 added=_rows(prompt.added),
                 tokens=_rows(completion.tokens),
@@ -194,7 +192,7 @@ class Journal:
             if session is None:
                 if not isinstance(record, _Opened):
                     break
-                session = build(record.id, _unjson(record.data))
+                session = build(record.id, of_json(record.data))
             elif not _restore(session, record):
                 break
             good = end
@@ -238,7 +236,7 @@ def _restore(session: Session, record: Any) -> bool:
         return True
     if not (session.has(record.parent) and session.has(record.replaces)):
         return False
-    new, message, tools = _unjson(record.said)
+    new, message, tools = of_json(record.said)
     prompt = Prompt(
         index=record.index,
         parent=record.parent,
@@ -275,27 +273,3 @@ def _rows(array: Array) -> _Rows:
 
 def _array(rows: _Rows | None) -> Array | None:
     return None if rows is None else rows.array()
-
-
-def _json(value: Any) -> bytes:
-    """Plain values as ASCII: lone surrogates and whole numbers of any size come back as they
-    were."""
-    return json.dumps(value, default=_plain).encode("ascii")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode("ascii")}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, Sequence):
-        return list(value)
-    raise TypeError(f"journal: a {type(value).__name__} in a message is no plain value")
-
-
-def _unjson(data: bytes) -> Any:
-    return json.loads(data, object_hook=_bytes)
-
-
-def _bytes(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value[_BYTES]) if _BYTES in value else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from miles import (
     Trajectory,
     flatten,
 )
-from miles.buffer import Buffer
+from miles.buffer import Buffer, Lease
 from miles.placement import Split
 from miles.pool import Pool
 from miles.stage import Shared, Stage
@@ -215,3 +216,19 @@ def test_stage_whose_tasks_run_out_is_still_evaluated_at_its_end(tmp_path: Path)
     stage.evaluator.evaluate = evaluate
     asyncio.run(stage.end_early())
     assert scored == [3] and stage.buffer.published_version == 3
+
+
+def test_stage_goes_on_with_tasks_that_hold_images(tmp_path: Path) -> None:
+    """Their bytes came back as text, and no engine took them."""
+    picture = [{"type": "text", "text": "What?"}, {"type": "image", "image": b"\x89PNG\0\xff"}]
+    data = {"n": [1, {"raw": b""}], "text": "\ud800"}
+    message = {"role": "user", "content": picture}
+    task = Task(id="t", prompt=(message,), answer=b"cat", solution=(message,), data=data)
+    plain = Task(id="u", prompt="x", answer=3, solution="y")
+    stage, other = made(tmp_path), made(tmp_path)
+    stage.shared.ledger = SimpleNamespace(offset=7)  # type: ignore[assignment]
+    stage.leases = [Lease(id=5, task=task), Lease(id=6, task=plain)]
+    stage.buffer.unused = [plain, task]
+    other.stand(json.loads(json.dumps(stage.standing())))
+    assert other.leases == stage.leases
+    assert other.buffer.unused == stage.buffer.unused
