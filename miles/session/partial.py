@@ -1,14 +1,15 @@
 """An engine that goes on where it was cut: completions that end by `abort` are asked for again.
 
 Used where publishing aborts what is running (`pause=abort`) and nothing sampled may be lost
-(`partial=true`). It samples nothing itself and keeps nothing between requests.
+(`partial=true`). Aborted by its key, as when nobody waits any more, a completion ends where it is.
+It samples nothing itself and keeps nothing between requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,14 @@ __all__ = ["Partial", "joined"]
 _MOST_CUTS = 1000  # of one completion; more means that somebody aborts it on purpose
 
 
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request under way."""
+
+    key: str
+    unwanted: bool = False  # it was aborted by its key: the next cut is its end
+
+
 class Partial:
     """An engine over another. A completion that was aborted n tokens in goes on with its prompt and
     those tokens as the prompt, under the same seed: an engine whose noise depends on seed and
@@ -29,6 +38,7 @@ class Partial:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.samples: bool = engine.samples
+        self._asked: set[_Asked] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -37,31 +47,49 @@ class Partial:
         """The whole completion. Raises as the engine, and `GenerationAborted` when it is aborted
         again and again."""
         done: Completion | None = None
-        for _ in range(_MOST_CUTS):
-            part = await self._engine.generate(_rest(request, done))
-            done = part if done is None else joined(done, part)
-            if done.finish != "abort":
-                return done
+        with self._asking(request) as asked:
+            for _ in range(_MOST_CUTS):
+                part = await self._engine.generate(_rest(request, done))
+                done = part if done is None else joined(done, part)
+                if done.finish != "abort" or asked.unwanted:
+                    return done
         raise GenerationAborted(f"request {request.id}: aborted {_MOST_CUTS} times")
 
     async def stream(self, request: Request) -> AsyncGenerator[Array | Completion, None]:
         """As `generate`: tokens as they are decoded, last the whole completion."""
         done: Completion | None = None
-        for _ in range(_MOST_CUTS):
-            part: Completion | None = None
-            async with aclosing(self._engine.stream(_rest(request, done))) as items:
-                async for item in items:
-                    if isinstance(item, Completion):
-                        part = item
-                    else:
-                        yield item
-            if part is None:
-                break
-            done = part if done is None else joined(done, part)
-            if done.finish != "abort":
-                yield done
-                return
+        with self._asking(request) as asked:
+            for _ in range(_MOST_CUTS):
+                part: Completion | None = None
+                async with aclosing(self._engine.stream(_rest(request, done))) as items:
+                    async for item in items:
+                        if isinstance(item, Completion):
+                            part = item
+                        else:
+                            yield item
+                if part is None:
+                    break
+                done = part if done is None else joined(done, part)
+                if done.finish != "abort" or asked.unwanted:
+                    yield done
+                    return
         raise GenerationAborted(f"request {request.id}: aborted {_MOST_CUTS} times")
+
+    async def abort(self, keys: Sequence[str] | None = None) -> int:
+        """As the engine's; what these keys ask for now is not gone on with."""
+        for asked in self._asked:
+            asked.unwanted |= keys is not None and asked.key in keys
+        count: int = await self._engine.abort(keys)
+        return count
+
+    @contextmanager
+    def _asking(self, request: Request) -> Iterator[_Asked]:
+        asked = _Asked(request.key)
+        self._asked.add(asked)
+        try:
+            yield asked
+        finally:
+            self._asked.discard(asked)
 
 
 def _rest(request: Request, done: Completion | None) -> Request:
