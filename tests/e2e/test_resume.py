@@ -66,6 +66,7 @@ def test_resume_after_a_crash_gives_the_same_losses_and_weights(tiny, command, t
     assert _weights(copy) == _weights(tiny)
 
 
+@pytest.mark.slow
 def test_resume_marks_what_the_lost_weights_were_trained_on(tiny, command, tmp_path):
     from miles.ledger import fates
 

@@ -373,6 +373,7 @@ def test_check_plugins_reads_their_yaml(miles, install, component):
     assert "y/environment/w.yaml" in out
 
 
+@pytest.mark.slow
 def test_check_plugins_runs_the_contract(miles, install, component):
     install("w", {"miles.environment": {"w": "w_mod:Words"}}, {"w_mod.py": component})
     code, out, _ = miles("plugins", "check", "w", "--contract")

@@ -375,6 +375,7 @@ def _engine_process(pipe: Any, directory: str) -> None:
     _serve(pipe, {"receiver": transport.receiver(engine), "engine": engine})
 
 
+@pytest.mark.slow
 def test_publish_between_processes_and_nothing_left_after_a_kill(tmp_path):
     trainer = _ProcessHandle("trainer", _trainer_process, str(tmp_path), 2000)
     engines = [_ProcessHandle(f"engine-{i}", _engine_process, str(tmp_path)) for i in range(2)]
