@@ -41,7 +41,8 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     """Build stage `index` of a plan: light components here, trainer and engine in their workers, at
     once."""
     planned = plan.stages[index]
-    specs, settings, registry = planned.specs, planned.settings, shared.registry
+    settings, registry = planned.settings, shared.registry
+    specs = {**planned.specs, "transport": _transport(plan.stages[index:], registry)}
     stage = Stage(name=planned.name, settings=settings, shared=shared, first=first)
     context = make_context(planned, registry, shared.directory)
     make = partial(_optional, registry, context)
@@ -73,6 +74,13 @@ async def build(plan: Any, index: int, shared: Shared, first: int) -> Stage:
     sides = [stage.trainer.handle, *engines]
     await _agree(context.precision.fingerprint(), sides, settings.worker_timeout_s)
     return stage
+
+
+def _transport(planned: Sequence[Any], registry: Any) -> Any:
+    """That of the first of these stages whose engine samples: a stage that samples nothing is
+    evaluated on the engine of a later one, which takes weights as that stage sends them."""
+    sampling = (p for p in planned if _samples(registry, p.specs["engine"]))
+    return next(sampling, planned[0]).specs["transport"]
 
 
 def make_context(planned: Any, registry: Any, directory: Path) -> Context:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from miles import ConfigError, Context, WorkerError
-from miles.assemble import _agree, _connect_again, _end_others, _worker, rollout_roles
+from miles.assemble import (
+    _agree,
+    _connect_again,
+    _end_others,
+    _transport,
+    _worker,
+    rollout_roles,
+)
 from miles.testing import FakeHandle
 
 
@@ -28,6 +35,24 @@ def test_assemble_refuses_a_rank_of_another_precision() -> None:
     sides = [handle("trainer", "fp32", "fp8")]
     with pytest.raises(ConfigError, match="precision: trainer has fingerprint 'fp8', the driver"):
         asyncio.run(_agree("fp32", sides, 5.0))
+
+
+def test_assemble_sends_weights_as_the_engine_that_evaluates_takes_them() -> None:
+    """A supervised stage with another transport than the next one's failed in its evaluation."""
+    kinds = {
+        "torch": SimpleNamespace(samples=True),
+        "demonstration": SimpleNamespace(samples=False),
+    }
+    registry = SimpleNamespace(component=lambda kind, name: kinds[name])
+
+    def stage(engine: str, transport: str) -> Any:
+        return SimpleNamespace(
+            specs={"engine": SimpleNamespace(name=engine), "transport": transport}
+        )
+
+    sft, grpo = stage("demonstration", "memory"), stage("torch", "disk")
+    assert _transport([sft, grpo], registry) == _transport([grpo, sft], registry) == "disk"
+    assert _transport([sft], registry) == "memory"
 
 
 class Runtime:
