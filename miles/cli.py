@@ -47,13 +47,15 @@ exit codes: 0 good, 1 a run or check failed, 2 wrong usage or configuration, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     try:
-        registry = Registry.load(**selection(os.environ))
-        parser, subparsers = _parser()
+        registry, (parser, subparsers) = Registry.load(**selection(os.environ)), _parser()
         try:
             registry.hook.commands(subparsers)
         except MilesError as error:
             _say(error)  # one plugin's commands are missing; all others still work
-        args = parser.parse_args(argv)
+        args, rest = parser.parse_known_args(argv)
+        if unknown := [x for x in rest if x[0] == "-" or "=" not in x or "overrides" not in args]:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.overrides = [*getattr(args, "overrides", ()), *rest]  # those behind options too
         if args.func is None:
             parser.print_help()
             return 0

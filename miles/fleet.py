@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from miles.daemon import asked_to_stop
-from miles.errors import ConfigError, WorkerError
+from miles.errors import WorkerError
 from miles.plugins import Registry
 from miles.session.server import make_front, serve
-from miles.sessions import planned, serve_alone
+from miles.sessions import planned, refuse_another_number, serve_alone
 from miles.settings import Settings
 
 __all__ = ["main", "serve_fleet"]
@@ -107,7 +107,7 @@ async def serve_fleet(
     Raises `ConfigError` when the directory holds the sessions of another number of servers, whose
     ids would now belong elsewhere, and `WorkerError` when a server cannot be kept up.
     """
-    _refuse_another_number(directory, workers)
+    refuse_another_number(directory, workers)
     fleet = []
     for index in range(workers):
         own = directory / f"server-{index}"
@@ -144,17 +144,6 @@ async def _until_stopped(fleet: Sequence[_Worker]) -> None:
         for task in (stop, *watches):
             task.cancel()
         await asyncio.gather(stop, *watches, return_exceptions=True)
-
-
-def _refuse_another_number(directory: Path, workers: int) -> None:
-    found = len(list(directory.glob("server-*")))
-    alone = any((directory / "sessions").glob("*"))
-    if (found and found != workers) or alone:
-        before = 1 if alone else found
-        raise ConfigError(
-            f"workers: {directory} holds sessions of {before} servers, not {workers}; go on with "
-            f"workers={before}, or choose another run.name"
-        )
 
 
 def _give(path: Path, token: str) -> None:

@@ -27,6 +27,7 @@ from miles.types import Sampling
 __all__ = [
     "directory_of",
     "planned",
+    "refuse_another_number",
     "serve_alone",
     "serve_command",
 ]
@@ -60,6 +61,7 @@ def serve_command(overrides: Sequence[str], *, registry: Any, folders: Sequence[
             )
         )
     plan = planned(overrides, registry=registry, folders=folders)
+    refuse_another_number(directory_of(plan.stages[0].settings), 1)
     with suppress(KeyboardInterrupt):
         asyncio.run(serve_alone(plan.stages[0], plan.registry))
     return 0
@@ -91,7 +93,12 @@ def _model(overrides: Sequence[str], registry: Any) -> list[str]:
     to be read rather than made."""
     values = dict(text.partition("=")[::2] for text in overrides)
     if not (path := values.get("model.path")):
-        return []
+        if values.keys() & {"tito", "tito.path"}:
+            return []
+        raise ConfigError(
+            "model.path: the directory of the checkpoint that the engine serves is wanted; its "
+            "tokenizer makes the tokens of every session"
+        )
     family = values.get("model") or _family(path, registry)
     if family is None:
         return []
@@ -162,6 +169,20 @@ async def serve_alone(
             sessions.stop()
         if (close := getattr(engine, "close", None)) is not None:
             await close()
+
+
+def refuse_another_number(directory: Path, workers: int) -> None:
+    """Sessions stay with the number of servers that they were opened under: their ids say which of
+    them has them. Raises `ConfigError`."""
+    several = len(list(directory.glob("server-*")))
+    alone = any(path.name != "lock" for path in (directory / "sessions").glob("*"))
+    others = {several if several else workers, 1 if alone else workers} - {workers}
+    if others:
+        before = others.pop()
+        raise ConfigError(
+            f"workers: {directory} holds sessions of {before} server{'s' * (before > 1)}, not "
+            f"{workers}; go on with workers={before}, or choose another run.name"
+        )
 
 
 def directory_of(settings: Settings) -> Path:

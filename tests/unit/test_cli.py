@@ -466,3 +466,12 @@ def test_sweep_reads_every_override_before_it_starts(miles):
     code, _, err = miles("run", "-m", "seed=1,2", "steps")
     assert code == 2
     assert "override 'steps' cannot be read" in err
+
+
+def test_overrides_may_stand_behind_options(miles):
+    code, *said = miles("check", "seed=3", "--config-dir", ".", "trainer.lr=no")
+    assert code == 1 and "lr: expected float" in "".join(said)
+    code, *said = miles("check", "seed=3", "--config-dir", ".", "more")
+    assert code == 2 and "unrecognized arguments: more" in "".join(said)
+    code, *said = miles("check", "--max_lag=2")
+    assert code == 2 and "unrecognized arguments: --max_lag=2" in "".join(said)
