@@ -20,13 +20,14 @@ from typing import Any
 from miles import checkpoint, loop
 from miles.assemble import build
 from miles.directory import Directory, differences, recorded
-from miles.errors import ConfigError, MilesError, RunError
+from miles.errors import BufferStarved, ConfigError, MilesError, RunError
 from miles.ledger import Ledger
 from miles.plugins import compare_provenance
 from miles.protocols import Context
 from miles.schema import plain
 from miles.stage import Shared, Stage
 from miles.tracking import Tracking
+from miles.types import Group
 
 __all__ = ["execute", "expand_resume", "log_to"]
 
@@ -245,7 +246,7 @@ class _Run:
                 await stage.end_early()
         except BaseExceptionGroup as group:
             await self._rescue(stage)
-            raise _first(group) from group
+            raise _explained(_first(group), stage.failed) from group
         except MilesError:
             await self._rescue(stage)
             raise
@@ -329,6 +330,15 @@ def _done(state: Mapping[str, Any], left: Sequence[Any]) -> bool:
 
 def _words(error: BaseException) -> str:
     return error.detail if isinstance(error, MilesError) else f"{type(error).__name__}: {error}"
+
+
+def _explained(error: BaseException, failed: Group | None) -> BaseException:
+    """With what the last group that failed said of it, where the trainer starved for want of
+    others."""
+    if isinstance(error, BufferStarved) and failed is not None and failed.failure is not None:
+        task, failure = failed.task.id, failed.failure
+        error.add_note(f"the last that failed, task {task!r}: {failure.reason}: {failure.detail}")
+    return error
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

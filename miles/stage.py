@@ -70,6 +70,7 @@ class Stage:
         self.samples = False  # whether they sample for training in this stage
         self.failures = 0  # groups that failed since the last one that did not
         self.bad_rewards = 0  # of those, for their reward
+        self.failed: Group | None = None  # the last of them
         self.interrupted = False
         self.published = False  # whether the engine has had weights in this stage
         self.eval_fleet: EvalFleet | None = None  # engines that only evaluate
@@ -141,7 +142,7 @@ class Stage:
         if drop is None:
             self.failures = self.bad_rewards = 0
             return self.selector.admit(group)  # type: ignore[no-any-return]
-        self.failures += 1
+        self.failures, self.failed = self.failures + 1, group
         self.bad_rewards += drop.reason == BadReward.reason
         patience = self.settings.groups_per_step
         bad_only = self.bad_rewards == self.failures >= patience

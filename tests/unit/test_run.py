@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from miles import RunError, Task
+from miles import BufferStarved, Drop, Group, RunError, Task, Trajectory
 from miles.buffer import Buffer, Lease
 from miles.ledger import Ledger
 from miles.placement import Colocated
-from miles.run import _done, _Run
+from miles.run import _done, _explained, _Run
 from miles.settings import Settings
 
 
@@ -96,3 +96,15 @@ def test_run_resumed_sets_checkpoints_aside_before_the_ledger_denies_them(tmp_pa
     with pytest.raises(RunError, match="killed here"):
         run._announce(SimpleNamespace(ledger=Ledger()), None, {"ledger_offset": 5, "version": 10})  # type: ignore[arg-type]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000020.rolled_back"]
+
+
+def test_run_that_starves_says_what_the_last_failed_group_said() -> None:
+    drop = Drop(reason="episode_error", detail="AttributeError: 'dict' object has no attribute")
+    failed = Trajectory(id="g7", samples=(), failure=drop)
+    group = Group(id=7, task=Task(id="12+34", prompt=""), trajectories=(failed,))
+    starved = _explained(BufferStarved("the trainer starved"), group)
+    assert starved.__notes__ == [
+        f"the last that failed, task '12+34': episode_error: {drop.detail}"
+    ]
+    assert not hasattr(_explained(RunError("another"), group), "__notes__")
+    assert not hasattr(_explained(BufferStarved("slow"), None), "__notes__")
