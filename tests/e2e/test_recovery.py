@@ -142,6 +142,21 @@ SHORT = [
 ]  # fmt: skip
 
 
+STOP = """
+import os, pathlib, signal
+import miles
+
+PID = pathlib.Path(__file__).with_name("pid")
+
+@miles.hookimpl
+def miles_prepared(groups, batch):
+    if PID.exists():
+        os.kill(int(PID.read_text()), signal.SIGSTOP)
+        PID.unlink()
+"""
+"""Stops a process just before a trainer step, where a publish has a deadline of its own."""
+
+
 def started(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "miles", "run", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -159,7 +174,9 @@ def test_trainer_that_hangs_is_named_and_interrupts_keep_their_grace(tmp_path: P
     """SIGSTOP of the trainer: a run that is told to stop gives up after its grace, one that is left
     alone ends by the step's deadline, and each is resumed; at last, with a trainer that works,
     SIGTERM writes a checkpoint."""
-    run = started(*SHORT, f"run.dir={tmp_path}", "interrupt_grace_s=2")
+    (plugin := tmp_path / "stop.py").write_text(STOP)
+    words = [*SHORT, f"plugins=[{plugin}]", f"run.dir={tmp_path}"]
+    run = started(*words, "interrupt_grace_s=2")
     try:
         wait_for_step(tmp_path, 6, run)
         os.kill(workers(run.pid)["trainer"], signal.SIGSTOP)
@@ -173,7 +190,8 @@ def test_trainer_that_hangs_is_named_and_interrupts_keep_their_grace(tmp_path: P
         before = saved(tmp_path)
         run = started(f"resume={tmp_path / 'run'}", "step_timeout_s=5")
         wait_for_step(tmp_path, before + 5, run)
-        os.kill(workers(run.pid)["trainer"], signal.SIGSTOP)
+        (new := tmp_path / "new").write_text(str(workers(run.pid)["trainer"]))
+        new.rename(tmp_path / "pid")
         output, _ = run.communicate(timeout=60)
         assert run.returncode == 1, output
         assert "miles: trainer: trainer.step did not answer within 5 s" in output
