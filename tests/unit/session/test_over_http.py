@@ -317,15 +317,20 @@ def test_conversation_over_http_leaves_demonstrations_in_the_process(tmp_path: P
 
 
 def test_conversation_over_http_that_is_cancelled_ends_its_generation() -> None:
+    asked: list[str] = []
+
     class Hangs(Script):
         async def generate(self, request: Any) -> Completion:
+            asked.append(request.key)
             await asyncio.sleep(60)
             raise AssertionError("not reached")
 
     async def main() -> None:
         engine = Hangs("x")
         playing = asyncio.create_task(played("server", Insists, engine))
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(30):
+            while len(asked) < 4:
+                await asyncio.sleep(0.01)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
