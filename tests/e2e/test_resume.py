@@ -80,23 +80,28 @@ def test_resume_marks_what_the_lost_weights_were_trained_on(tiny, command, tmp_p
     assert all(len(fate) == 1 for fate in once.values())
 
 
-@pytest.mark.slow
-def test_interrupt_writes_a_checkpoint_exits_130_and_resumes_exactly(
-    tiny, tiny_overrides, new_run, command, write
-):
-    """Ctrl-C lands after step 4; the tokens of the next steps must not notice."""
-    plugin = write(
+def _interrupting(write, step):
+    """A plugin file that sends the first Ctrl-C after this step, once."""
+    write("flag", "")
+    return write(
         "interrupt.py",
         "import os, pathlib, signal\n"
         "import miles\n\n"
         "FLAG = pathlib.Path(__file__).with_name('flag')\n\n"
         "@miles.hookimpl\n"
         "def miles_step_finished(step, groups, update, metrics):\n"
-        "    if step == 4 and FLAG.exists():\n"
+        f"    if step == {step} and FLAG.exists():\n"
         "        FLAG.unlink()\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n",
     )
-    write("flag", "")
+
+
+@pytest.mark.slow
+def test_interrupt_writes_a_checkpoint_exits_130_and_resumes_exactly(
+    tiny, tiny_overrides, new_run, command, write
+):
+    """Ctrl-C lands after step 4; the tokens of the next steps must not notice."""
+    plugin = _interrupting(write, 4)
     stopped = new_run(*tiny_overrides, f"plugins=[{plugin}]", code=130)
     assert stopped.checkpoints[-1].name == "step_000004"
     assert "Traceback" not in stopped.ended.text
@@ -111,18 +116,7 @@ def test_interrupt_during_the_last_evaluation_is_scored_by_the_resumed_run(
     tiny, tiny_overrides, new_run, command, write
 ):
     """All steps were taken, so the resumed run said that it had finished, without the score."""
-    plugin = write(
-        "interrupt.py",
-        "import os, pathlib, signal\n"
-        "import miles\n\n"
-        "FLAG = pathlib.Path(__file__).with_name('flag')\n\n"
-        "@miles.hookimpl\n"
-        "def miles_step_finished(step, groups, update, metrics):\n"
-        "    if step == 6 and FLAG.exists():\n"
-        "        FLAG.unlink()\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n",
-    )
-    write("flag", "")
+    plugin = _interrupting(write, 6)
     stopped = new_run(*tiny_overrides, f"plugins=[{plugin}]", code=130)
     assert stopped.checkpoints[-1].name == "step_000006"
 
