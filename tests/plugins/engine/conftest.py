@@ -93,6 +93,16 @@ def make_tiny(tmp_path: Path) -> Callable[..., Tiny]:
     return lambda *args: Tiny(tmp_path, *args)
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory that looks like a checkpoint."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
 def make_request(index: int, *, size: int = 8, new: int = 12, **changes: Any) -> Request:
     """A request whose prompt and seed follow from `index`; sampling fields and `seed` may be
     changed."""

@@ -38,16 +38,6 @@ class Moe:
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
-    """A directory that looks like a checkpoint."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
-
-
-@pytest.fixture
 def play(tmp_path):
     """Run a coroutine function of (client, server) against a server that is up."""
 
