@@ -91,11 +91,13 @@ def packed_attention(
     H query heads share K key heads. `packing` arrives through the model's keyword arguments.
     Dropout is never applied: rollout has none, and log-probs must agree with it. Raises
     `ValueError` for features that would change the result and are not computed here: soft-capped
-    scores and attention sinks.
+    scores and attention sinks. Queries and keys that were rotated in a finer type than the values'
+    are rounded to it here.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention has no soft cap and no sinks")
     scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    query_1HTD, key_1KTD = (x.to(value_1KTD.dtype) for x in (query_1HTD, key_1KTD))
     if packing.stretches is not None:
         kernel = kernels.flex if packing.way == "flex" else kernels.varlen
         out_THD = kernel(

@@ -111,7 +111,7 @@ def _quicken_norm(module: nn.Module) -> bool:
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Any:
-    if not _plain(hidden_states):
+    if not (_plain(hidden_states) and _plain(self.weight)):
         return type(self).forward(self, hidden_states)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["token_logprobs"]
+__all__ = ["product", "token_logprobs"]
 
 TILE_CPU = 1 << 22
 TILE_CUDA = 1 << 26
@@ -34,6 +34,7 @@ def token_logprobs(
     entropy: bool = False,
     tile: int | None = None,
     fused: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target under softmax(hidden @ head.T / temperature), and that
     distribution's entropy.
@@ -48,7 +49,8 @@ def token_logprobs(
     with z the logits after the temperature. Peak extra memory is about two tiles of `tile` elements
     and, where the head is trained, one float32 gradient of it. `fused` compiles the arithmetic on
     a tile into one kernel each way (torch.compile), so that a tile is read in the products' type
-    and never written in float32; values differ by rounding.
+    and never written in float32; values differ by rounding. With `wide` logits are not rounded to
+    the shared type: see `product`.
     """
     if hidden_RH.ndim != 2 or head_VH.ndim != 2 or hidden_RH.shape[1] != head_VH.shape[1]:
         raise ValueError(
@@ -59,7 +61,7 @@ def token_logprobs(
     if tile is None:
         tile = TILE_CUDA if hidden_RH.is_cuda else TILE_CPU
     logprobs_R, entropy_R = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, head_VH, targets_R, 1.0 / temperature, entropy, tile, fused
+        hidden_RH, head_VH, targets_R, 1.0 / temperature, entropy, tile, fused, wide
     )
     return logprobs_R, entropy_R if entropy else None
 
@@ -73,8 +75,18 @@ def _tiles(rows: int, vocab: int, tile: int) -> list[tuple[slice, list[slice]]]:
     return [(slice(i, min(i + height, rows)), across) for i in range(0, rows, height)]
 
 
-def _logits(hidden_rH: Tensor, head_vH: Tensor, scale: float) -> Tensor:
-    logits_rv = hidden_rH @ head_vH.t()
+def product(hidden_RH: Tensor, head_VH: Tensor, *, wide: bool = False) -> Tensor:
+    """(R, V) logits, rounded to the type of both; with `wide` to float32 at least, while what is
+    multiplied stays in its type: products of bfloat16 or float16 are exact in float32."""
+    if not wide or hidden_RH.dtype in (torch.float32, torch.float64):
+        return hidden_RH @ head_VH.t()
+    if hidden_RH.is_cuda:
+        return torch.mm(hidden_RH, head_VH.t(), out_dtype=torch.float32)
+    return hidden_RH.float() @ head_VH.float().t()
+
+
+def _logits(hidden_rH: Tensor, head_vH: Tensor, scale: float, wide: bool) -> Tensor:
+    logits_rv = product(hidden_rH, head_vH, wide=wide)
     if logits_rv.dtype not in (torch.float32, torch.float64):
         logits_rv = logits_rv.float()
     return logits_rv if scale == 1.0 else logits_rv.mul_(scale)
@@ -166,6 +178,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         tile: int,
         fused: bool,
+        wide: bool,
     ) -> tuple[Tensor, Tensor]:
         fused = fused and hidden_RH.dtype != torch.float64
         work = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
@@ -179,13 +192,12 @@ class _TokenLogprobs(torch.autograd.Function):
             for v in across:
                 column_r1, inside_r = _locate(targets_R[r], v)
                 if fused:
-                    found = _compiled(_summary)(
-                        hidden_RH[r] @ head_VH[v].t(), column_r1, inside_r, scale
-                    )
+                    logits_rv = product(hidden_RH[r], head_VH[v], wide=wide)
+                    found = _compiled(_summary)(logits_rv, column_r1, inside_r, scale)
                     running.join(*found[:3])
                     picked_R[r] += found[3]
                     continue
-                logits_rv = _logits(hidden_RH[r], head_VH[v], scale)
+                logits_rv = _logits(hidden_RH[r], head_VH[v], scale, wide)
                 picked_R[r] += logits_rv.gather(1, column_r1)[:, 0].mul_(inside_r)
                 running.add(logits_rv, dot=entropy)
                 if len(blocks) == len(across) == 1:
@@ -193,7 +205,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if running.top_r is not None:
                 total_R[r] = running.top_r + running.sum_r.log()
                 mean_R[r] = running.dot_r / running.sum_r
-        ctx.scale, ctx.entropy, ctx.tile, ctx.fused = scale, entropy, tile, fused
+        ctx.scale, ctx.entropy, ctx.tile, ctx.fused, ctx.wide = scale, entropy, tile, fused, wide
         ctx.save_for_backward(hidden_RH, head_VH, targets_R, total_R, mean_R, kept)
         entropy_R = total_R - mean_R
         if not entropy:
@@ -204,7 +216,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_R: Tensor, grad_entropy_R: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden_RH, head_VH, targets_R, total_R, mean_R, kept = ctx.saved_tensors
         want_hidden, want_head = ctx.needs_input_grad[:2]
         # Sums over tiles are kept in the type of the log-probs: many small bfloat16 parts would
@@ -217,13 +229,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 if ctx.fused:
                     entropy_r = grad_entropy_R[r] if ctx.entropy else torch.zeros_like(total_R[r])
                     grad_rv = _compiled(_slope)(
-                        hidden_RH[r] @ head_VH[v].t(), total_R[r], mean_R[r], grad_R[r], entropy_r,
-                        column_r1, inside_r, ctx.scale,
-                    )  # fmt: skip
+                        product(hidden_RH[r], head_VH[v], wide=ctx.wide), total_R[r], mean_R[r],
+                        grad_R[r], entropy_r, column_r1, inside_r, ctx.scale,
+                    ).to(hidden_RH.dtype)  # fmt: skip
                 else:
-                    logits_rv = (
-                        _logits(hidden_RH[r], head_VH[v], ctx.scale) if kept is None else kept
-                    )
+                    logits_rv = kept
+                    if logits_rv is None:
+                        logits_rv = _logits(hidden_RH[r], head_VH[v], ctx.scale, ctx.wide)
                     # the probabilities, to begin with
                     grad_rv = (logits_rv - total_R[r, None]).exp_()
                     if ctx.entropy:
@@ -245,6 +257,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (
             None if for_hidden_RH is None else for_hidden_RH.to(hidden_RH.dtype),
             None if for_head_VH is None else for_head_VH.to(head_VH.dtype),
+            None,
             None,
             None,
             None,

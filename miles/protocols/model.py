@@ -158,6 +158,11 @@ class Precision(Protocol):
     """Type the engine computes in."""
     export: str
     """Type in which weights are published and converted."""
+    residual: str
+    """Type in which the trainer's forward adds up what its layers say: `compute` or `float32`."""
+    logits: str
+    """Type in which logits leave the output head, in trainer and engine: `float32`, or that each
+    computes in."""
     budget: Budget
     """Mismatch this recipe is allowed."""
 

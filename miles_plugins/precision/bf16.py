@@ -6,6 +6,7 @@ Data only; what computes lives in the trainer and the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles import Budget, Context
 from miles_plugins.precision.stages import fingerprint
@@ -24,18 +25,29 @@ class Bf16:
     """
 
     master = "float32"
-    compute = engine = export = "bfloat16"
+    compute = export = "bfloat16"
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
-        """How far trainer and engine may differ."""
+        """How fine the roundings are, and how far trainer and engine may differ."""
 
+        engine: Literal["bfloat16", "float16"] = "bfloat16"
+        """Type the engine computes in. `float16` rounds eight times finer; values above 65,504 are
+        lost in it, so that a model with such activations stops with log-probs that are not finite.
+        """
+        residual: Literal["bfloat16", "float32"] = "bfloat16"
+        """Type in which the trainer's forward adds up what its layers say; products stay in
+        bfloat16. `float32` takes twice the memory where layers meet."""
+        logits: Literal["bfloat16", "float32"] = "bfloat16"
+        """Type in which logits leave the output head in trainer and engine. SGLang copies its head
+        to float32 at every forward for it."""
         budget_max: float = 1.0
         """Largest difference of a token's log-prob, in nats."""
         budget_mean: float = 0.1
         """Largest mean difference over a step, in nats."""
 
     def __init__(self, config: Config, context: Context) -> None:
+        self.engine, self.residual, self.logits = config.engine, config.residual, config.logits
         self.budget = Budget(max=config.budget_max, mean=config.budget_mean)
 
     def fingerprint(self) -> str:

@@ -16,7 +16,7 @@ __all__ = ["Fp32"]
 class Fp32:
     """float32 in all four stages; the mismatch left is the order of additions."""
 
-    master = compute = engine = export = "float32"
+    master = compute = engine = export = residual = logits = "float32"
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:

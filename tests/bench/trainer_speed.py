@@ -54,6 +54,7 @@ class Bench:
         self.args, self.directory = args, directory
         self.found: list[dict[str, Any]] = []
         self.cuda = torch.cuda.is_available()
+        self.rounding = Bf16.Config(logits=args.logits, residual=args.residual)
         self.rank, self.world = (int(os.environ.get(k, d)) for k, d in RANK)
 
     def trainer(self, longest: int, **fields: Any) -> Fsdp:
@@ -84,7 +85,7 @@ class Bench:
                 world=self.world,
                 master=master,
                 model=Qwen3(model, around),
-                precision=Bf16(Bf16.Config(), around),
+                precision=Bf16(self.rounding, around),
             ),
         )
 
@@ -287,6 +288,10 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", choices=("none", "layers"), default=None)
     parser.add_argument("--recompute", action="store_true", help="checkpoint activations")
+    for part in ("logits", "residual"):
+        parser.add_argument(
+            f"--{part}", choices=("bfloat16", "float32"), default="bfloat16", help="rounded to"
+        )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None)

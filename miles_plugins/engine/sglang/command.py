@@ -17,6 +17,7 @@ OURS = frozenset(
     word
     for line in (
         "model_path tokenizer_path host port api_key admin_api_key device dtype load_format config",
+        "enable_fp32_lm_head",
         "tp_size tp tensor_parallel_size dp_size dp data_parallel_size enable_dp_attention",
         "base_gpu_id context_length max_running_requests mem_fraction_static random_seed",
         "enable_deterministic_inference enable_return_routed_experts enable_memory_saver",
@@ -80,8 +81,8 @@ def flag_faults(config: Any) -> list[str]:
 
 def flags(config: Any, **given: Any) -> dict[str, Any]:
     """Every flag of a server by its name with underscores. `given` are those that a run decides:
-    `model_path`, `dtype`, `port`, `slot`, `seed`, `experts`, `memory_saver`, `in_place`, and
-    `shown`: how many GPUs its worker sees, None for all of the machine."""
+    `model_path`, `dtype`, `logits`, `port`, `slot`, `seed`, `experts`, `memory_saver`, `in_place`,
+    and `shown`: how many GPUs its worker sees, None for all of the machine."""
     slot = int(given["slot"])
     made: dict[str, Any] = {
         "model_path": given["model_path"],
@@ -90,6 +91,7 @@ def flags(config: Any, **given: Any) -> dict[str, Any]:
         "device": config.device,
         "load_format": "dummy",  # the first publish brings the weights
         "dtype": given["dtype"] or None,
+        "enable_fp32_lm_head": given["logits"] == "float32" != given["dtype"],
         "tp_size": config.tp,
         "skip_tokenizer_init": config.skip_tokenizer,
         "mem_fraction_static": config.memory_fraction or None,

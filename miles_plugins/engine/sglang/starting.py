@@ -55,6 +55,7 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
         config,
         model_path=str(model_folder(context.model, folder).resolve()),
         dtype=context.precision.engine,
+        logits=context.precision.logits,
         port=port,
         slot=slot,
         seed=context.seed,

@@ -89,9 +89,10 @@ class Torch:
             "dtype": self._dtype,
             "device": self._device,
         }
+        wide = context.precision.logits == "float32"
         self._make_cache = lambda: Cache(self.decoder, rows=config.rows, **shape)
         self._batching = Batching(
-            forward=Forward(self.decoder, slots=self.slots, **shape),
+            forward=Forward(self.decoder, slots=self.slots, wide=wide, **shape),
             cache=self._make_cache(),
             table=Table(
                 rows=config.rows,

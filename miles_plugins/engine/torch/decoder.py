@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from miles import Decoder, WeightSyncError
+from miles.learn.logprobs import product
 
 __all__ = ["Cache", "Forward", "Layer", "Parameters", "collect", "fuse", "moved", "wanted"]
 
@@ -258,9 +259,11 @@ class Forward:
         key_block: int,
         dtype: torch.dtype,
         device: torch.device,
+        wide: bool = False,
     ) -> None:
         self.decoder = decoder
         self.slots = slots
+        self.wide = wide  # logits are not rounded to `dtype`
         self.key_block = key_block
         self.dtype = dtype
         self.scale = decoder.head_dim**-0.5
@@ -323,7 +326,8 @@ class Forward:
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         if not head:
             return None
-        return F.linear(self._norm(x, parameters.norm, eps), parameters.head).float()
+        x = self._norm(x, parameters.norm, eps)
+        return product(x, parameters.head, wide=self.wide).float()
 
     def _mask(self, positions_T: torch.Tensor, block: int) -> torch.Tensor:
         """(T * kv_heads, 1, key_block) float32: 0 where a key is not after its query, else -inf."""

@@ -18,6 +18,7 @@ from miles.learn.attention import ATTENTION, register_attention
 from miles.learn.layers import quicken
 from miles.learn.logprobs import token_logprobs
 from miles.learn.packing import Layout
+from miles.learn.residual import widen
 
 __all__ = ["Policy", "build", "resolve"]
 
@@ -28,10 +29,12 @@ COMPILER = "inductor"
 class Policy(nn.Module):
     """A causal language model with its output head folded into the log-prob computation."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, wide: bool = False) -> None:
+        """With `wide` logits are float32 whatever the model computes in."""
         super().__init__()
         self.model = model
         self.fused = False  # compiled arithmetic on logits
+        self.wide = wide
         head = model.get_output_embeddings()
         config = model.config
         for what, there in (
@@ -68,6 +71,7 @@ class Policy(nn.Module):
             temperature=temperature,
             entropy=entropy,
             fused=self.fused,
+            wide=self.wide,
         )
 
     def compile_parts(self) -> None:
@@ -94,11 +98,14 @@ def build(
     seed: int,
     recompute: bool,
     quick: bool = True,
+    wide: bool = False,
+    fine: torch.dtype | None = None,
 ) -> Policy:
     """Make the model in float32 on the CPU, drawn from `seed` alone when there is no directory.
 
     With `quick` its small layers get the forms of `miles.learn.layers`, made for a CPU and no
-    compiler.
+    compiler. `wide` is `Policy`'s; with `fine`, the type it computes in, its residual stream is
+    float32.
     """
     register_attention()
     with torch.random.fork_rng(devices=[]):
@@ -120,7 +127,9 @@ def build(
         enable({"use_reentrant": False, "preserve_rng_state": False})
     if quick:
         quicken(model)
-    return Policy(model)
+    if fine is not None:
+        widen(model, fine)
+    return Policy(model, wide=wide)
 
 
 def resolve(path: str, what: str) -> Callable[..., Any]:

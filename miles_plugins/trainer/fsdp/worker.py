@@ -64,6 +64,8 @@ class Worker:
             seed=context.seed,
             recompute=config.activation_checkpointing,
             quick=not self._gpu and config.compile == "none",
+            wide=context.precision.logits == "float32",
+            fine=compute if context.precision.residual != context.precision.compute else None,
         )
         if not config.offload_parameters:
             self.policy.to(self.ranks.device)

@@ -81,7 +81,7 @@ def python(tmp_path):
 @pytest.fixture
 def around(tmp_path):
     """What a run gives."""
-    precision = SimpleNamespace(engine="float32")
+    precision = SimpleNamespace(engine="float32", logits="float32")
     return Context(directory=tmp_path / "run", model=Model(), precision=precision)
 
 
@@ -174,7 +174,7 @@ class Model:
     def hf_config(self): return {{"hidden_size": 8}}
     def directory(self): return None
 around = Context(directory=pathlib.Path({str(around.directory)!r}), model=Model(),
-                 precision=SimpleNamespace(engine="float32"))
+                 precision=SimpleNamespace(engine="float32", logits="float32"))
 engine = Sglang(Sglang.Config(python={python!r}, device="cpu"), around)
 asyncio.run(engine.health())
 print("well", flush=True)
@@ -270,8 +270,9 @@ def test_sglang_is_found_where_its_packages_are_added_to_the_path(tmp_path, monk
 
 def _flags(config, **more):
     given = {
-        "model_path": "m", "dtype": "bfloat16", "port": 1, "slot": 0, "seed": 5,
-        "experts": False, "memory_saver": False, "in_place": False, "shown": None, **more,
+        "model_path": "m", "dtype": "bfloat16", "logits": "bfloat16", "port": 1, "slot": 0,
+        "seed": 5, "experts": False, "memory_saver": False, "in_place": False, "shown": None,
+        **more,
     }  # fmt: skip
     return command.arguments("py", command.flags(config, **given))
 
@@ -297,6 +298,9 @@ def test_flags_follow_the_config():
     ):  # fmt: skip
         assert flag in said, flag
     assert "attention_backend" not in said
+    assert "--enable-fp32-lm-head" not in said
+    assert "--enable-fp32-lm-head" in _flags(config, logits="float32")
+    assert "--enable-fp32-lm-head" not in _flags(config, logits="float32", dtype="float32")
     plain = " ".join(_flags(Sglang.Config(dp=2)))
     assert "--dp-size 2" in plain
     assert "dp-attention" not in plain
@@ -308,6 +312,7 @@ def test_flags_follow_the_config():
     ("keys", "message"),
     [
         ({"flags": {"port": 1}}, "flags: port follows from other keys"),
+        ({"flags": {"enable_fp32_lm_head": True}}, "enable_fp32_lm_head follows from other keys"),
         ({"flags": {"--tp-size": 1}}, "flags: --tp-size follows from other keys"),
         ({"flags": {"speculative_num_steps": 1}}, "under engine.speculative, as num_steps"),
         ({"workers": 0}, "workers: 0 is less than 1"),
@@ -340,7 +345,7 @@ def test_flag_that_is_no_plain_value_is_refused(python, around):
 
 def _planned(**settings):
     model = SimpleNamespace(hf_config=lambda: BIG)
-    precision = SimpleNamespace(engine="bfloat16")
+    precision = SimpleNamespace(engine="bfloat16", logits="bfloat16")
     return SimpleNamespace(
         settings=Settings(**settings),
         specs={"evaluator": None},

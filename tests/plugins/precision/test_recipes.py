@@ -26,8 +26,16 @@ def test_fingerprint_follows_the_stages_and_not_the_budget():
     one, two = Fp32(Fp32.Config(), None), Fp32(Fp32.Config(budget_max=9.0), None)
     assert one.fingerprint() == two.fingerprint()
     seen = {one.fingerprint(), Bf16(Bf16.Config(), None).fingerprint()}
-    for stage in ("master", "compute", "engine", "export"):
+    for stage in ("master", "compute", "engine", "export", "residual", "logits"):
         changed = Fp32(Fp32.Config(), None)
         setattr(changed, stage, "float16")
         seen.add(changed.fingerprint())
-    assert len(seen) == 6
+    assert len(seen) == 8
+
+
+def test_bf16_may_round_finer_in_three_places():
+    plain = Bf16(Bf16.Config(), None)
+    assert {plain.engine, plain.residual, plain.logits} == {"bfloat16"}
+    finer = Bf16(Bf16.Config(engine="float16", residual="float32", logits="float32"), None)
+    assert (finer.engine, finer.residual, finer.logits) == ("float16", "float32", "float32")
+    assert (finer.compute, finer.export) == ("bfloat16", "bfloat16")

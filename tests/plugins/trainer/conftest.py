@@ -21,12 +21,13 @@ SIZES = ((3, 6), (1, 4), (5, 2), (2, 9), (4, 1), (3, 3))
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
     """Build an `Fsdp` over a random Qwen3; keywords are its Config's, plus seed, steps,
-    temperature, precision."""
+    temperature, precision, a name or `Bf16.Config`."""
 
     def make(*, seed=0, steps=10, temperature=1.0, precision="fp32", model=None, **fields):
         settings = Settings(steps=steps, temperature=temperature)
         around = context(tmp_path, settings=settings)
-        recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
+        recipe = Fp32 if precision == "fp32" else Bf16
+        rounding = precision if isinstance(precision, Bf16.Config) else recipe.Config()
         made = Qwen3(
             Qwen3.Config(
                 **(model or {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.02})
@@ -40,7 +41,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
                 settings=settings,
                 seed=seed,
                 model=made,
-                precision=recipe(recipe.Config(), around),
+                precision=recipe(rounding, around),
             ),
         )
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from miles import ConfigError, PluginLoadError, Term, TrainerError, flatten
 from miles.testing import make_sample
+from miles_plugins.precision.bf16 import Bf16
 from miles_plugins.trainer.fsdp.optimizer import learning_rate
 
 
@@ -198,6 +199,28 @@ def test_bf16_with_activation_checkpointing_trains(make_trainer, make_batch):
     for trainer in (one, two):
         trainer.step(batch)
     assert_same(weights(one), weights(two))
+
+
+def test_finer_roundings_bring_bf16_nearer_to_float32(make_trainer, make_batch):
+    """Of one set of weights: first the logits, then the sums of layers too; and it trains."""
+    model = {"hidden_size": 32, "intermediate_size": 48, "layers": 8, "init_std": 0.5}
+    tokens = flatten([make_sample(2, 200, seed=i) for i in range(6)])
+    plain = make_trainer(precision="bf16", model=model)
+    rounded = dict(plain.export())
+    exact = make_trainer(model=model)
+    for name, parameter in exact._worker.policy.model.named_parameters():
+        parameter.data.copy_(rounded[name])
+    wanted = exact.logprobs(tokens, "current")
+    gaps = []
+    for rounding in ({}, {"logits": "float32"}, {"logits": "float32", "residual": "float32"}):
+        trainer = make_trainer(
+            precision=Bf16.Config(**rounding), model=model, activation_checkpointing=True
+        )
+        gaps.append(np.abs(trainer.logprobs(tokens, "current") - wanted).mean())
+        trainer.step(make_batch(tokens=replace(tokens, logprobs=None)))
+        assert trainer._worker.policy.wide == ("logits" in rounding)
+    assert gaps[1] < gaps[0]
+    assert gaps[2] < 0.9 * gaps[1]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from miles import flatten
+from miles.testing import make_sample
+from miles_plugins.precision.bf16 import Bf16
+
 RANKS = Path(__file__).with_name("test_fsdp_ranks.py")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -80,6 +84,28 @@ def test_every_kernel_attends_as_padding_does(make_trainer, tokens, way):
     )
     a, b = (t.logprobs(tokens, "current") for t in (padded, other))
     assert np.abs(a - b).mean() < 0.01
+
+
+@pytest.mark.parametrize("compile_", ["none", "layers"])
+def test_finer_roundings_bring_bf16_nearer_to_float32(make_trainer, make_batch, compile_):
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 64, "layers": 8}
+    shape["init_std"] = 0.35
+    tokens = flatten([make_sample(2, 200, seed=i) for i in range(6)])
+    plain = make_trainer(device="cuda", precision="bf16", model=shape)
+    exact = make_trainer(device="cuda", model=shape)
+    for name, tensor in plain.export():
+        dict(exact._worker.policy.model.named_parameters())[name].data.copy_(tensor)
+    wanted = exact.logprobs(tokens, "current")
+    gaps = []
+    for rounding in ({}, {"logits": "float32"}, {"logits": "float32", "residual": "float32"}):
+        trainer = make_trainer(
+            device="cuda", precision=Bf16.Config(**rounding), model=shape, compile=compile_
+        )
+        gaps.append(np.abs(trainer.logprobs(tokens, "current") - wanted).mean())
+        trainer.step(make_batch(tokens=replace(tokens, logprobs=None)))
+    print(gaps)
+    assert gaps[1] < gaps[0]
+    assert gaps[2] < 0.9 * gaps[1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -101,6 +101,25 @@ def test_token_logprobs_of_bfloat16_reduce_in_float32():
     assert gap < 0.02
 
 
+@pytest.mark.parametrize("tile", [1000, 10**6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_logits_of_narrow_types_are_exact_to_float32(dtype, tile):
+    hidden, head, targets = make(64, 300, hidden=32, dtype=dtype)
+    found, spread = token_logprobs(
+        hidden, head, targets, temperature=0.6, entropy=True, tile=tile, wide=True
+    )
+    (found.sum() + spread.sum()).backward()
+    assert hidden.grad.dtype == head.grad.dtype == dtype
+    exact_hidden, exact_head = (t.detach().double().requires_grad_() for t in (hidden, head))
+    expected, expected_spread = plain(exact_hidden, exact_head, targets, 0.6)
+    (expected.sum() + expected_spread.sum()).backward()
+    assert (found - expected).abs().max() < 1e-4
+    assert (spread - expected_spread).abs().max() < 1e-4
+    for narrow, exact in ((hidden, exact_hidden), (head, exact_head)):
+        gap = (narrow.grad.double() - exact.grad).abs().max() / exact.grad.abs().max()
+        assert gap < 0.01
+
+
 def test_token_logprobs_leave_a_frozen_head_without_gradient():
     hidden, head, targets = make(3, 5)
     head.requires_grad_(False)

@@ -1,0 +1,58 @@
+"""A residual stream in float32 around layers that compute in a narrower type.
+
+Layers add what they say to the stream, and every one of those sums is rounded to the stream's type:
+sixty times in thirty layers. With `widen` the stream is float32 and each norm hands its layer the
+narrower type, so that products stay as fast and nothing is rounded twice. Only hooks are added, to
+instances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles import ConfigError
+
+__all__ = ["widen"]
+
+
+def widen(model: nn.Module, compute: torch.dtype) -> int:
+    """Make embeddings float32 as they leave their table, and what norms make of the stream
+    `compute`; how many norms there are.
+
+    Positions follow the stream's type, so that queries and keys are rotated in float32 as well.
+    Raises `ConfigError` for a model without norms that are one vector: its layers would get
+    float32.
+    """
+    norms = [module for module in model.modules() if _is_norm(module)]
+    if not norms:
+        raise ConfigError(
+            f"precision: residual is float32, but {type(model).__name__} has no norms that could "
+            "hand its layers another type; use precision.residual=bfloat16"
+        )
+    model.get_input_embeddings().register_forward_hook(_float)  # type: ignore[operator]
+    for norm in norms:
+        norm.register_forward_hook(_Narrow(compute))
+    return len(norms)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Norms of `transformers` have the names of their kind, and one vector."""
+    own = [name for name, _ in module.named_parameters()]
+    return type(module).__name__.endswith("Norm") and own in (["weight"], ["weight", "bias"])
+
+
+def _float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out.float()
+
+
+class _Narrow:
+    """A hook that rounds a module's result."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out.to(self._dtype)
