@@ -15,7 +15,7 @@ from typing import Any
 
 import pluggy
 
-from miles import conformance, discovery, hookspecs, schema
+from miles import conformance, discovery, families, hookspecs, schema
 from miles.discovery import HOOKS, Entry
 from miles.errors import (
     ContractError,
@@ -121,6 +121,10 @@ class Registry:
             if not entry.blocked:
                 claims.setdefault((entry.kind, entry.name), []).append(entry)
         return tuple(discovery.conflict(found) for found in claims.values() if len(found) > 1)
+
+    def filled_in(self, overrides: Sequence[str]) -> list[str]:
+        """See `miles.families`: the model of a checkpoint that these overrides name."""
+        return families.filled_in(overrides, self)
 
     # ---------------------------------------------------------------- components
 

@@ -7,7 +7,6 @@ Chooses components as a run does and starts none of a run's processes; what is s
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -79,48 +78,19 @@ def _workers(overrides: Sequence[str]) -> tuple[list[str], int]:
 def planned(overrides: Sequence[str], *, registry: Any, folders: Sequence[str] = ()) -> Plan:
     """What these words of `miles sessions serve` choose. Raises `ConfigError`."""
     given = [quoted(_spelled(text)) for text in overrides]
-    given[:0] = _model(overrides, registry)
+    values = dict(text.partition("=")[::2] for text in overrides)
+    if not values.keys() & {"model.path", "tito", "tito.path"}:
+        raise ConfigError(
+            "model.path: the directory of the checkpoint that the engine serves is wanted; its "
+            "tokenizer makes the tokens of every session"
+        )
+    given[:0] = registry.filled_in(overrides)
     return compose([_EXPERIMENT, *given], registry=registry, folders=folders).verify()
 
 
 def _spelled(text: str) -> str:
     name = text.partition("=")[0]
     return f"session.{text}" if name in _SHORT else text
-
-
-def _model(overrides: Sequence[str], registry: Any) -> list[str]:
-    """What a user leaves out: the registered model whose checkpoint `model.path` is, and that it is
-    to be read rather than made."""
-    values = dict(text.partition("=")[::2] for text in overrides)
-    if not (path := values.get("model.path")):
-        if values.keys() & {"tito", "tito.path"}:
-            return []
-        raise ConfigError(
-            "model.path: the directory of the checkpoint that the engine serves is wanted; its "
-            "tokenizer makes the tokens of every session"
-        )
-    family = values.get("model") or _family(path, registry)
-    if family is None:
-        return []
-    chosen = [] if "model" in values else [f"model={family}"]
-    known = family in registry.names("model")
-    keys = vars(registry.component("model", family).Config) if known else {}
-    if "init" in keys.get("__dataclass_fields__", ()) and "model.init" not in values:
-        chosen.append("model.init=load")
-    return chosen
-
-
-def _family(path: str, registry: Any) -> str | None:
-    try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path} is no checkpoint: {error}") from error
-    known: dict[str, Any] = {
-        name: registry.component("model", name) for name in registry.names("model")
-    }
-    last = [name for name, model in known.items() if getattr(model, "fallback", False)]
-    first = [name for name in known if name not in last and known[name].matches(config)]
-    return next(iter(first + last), None)
 
 
 async def serve_alone(

@@ -35,8 +35,8 @@ TABLE = {
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire calls remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(
-        "schema conformance discovery moments plugins compose draft config check check_sessions"
-        " catalog scaffold sweep plugin_tables",
+        "schema conformance discovery moments families plugins compose draft config check"
+        " check_sessions catalog scaffold sweep plugin_tables",
         "data contract plugins testing",
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),

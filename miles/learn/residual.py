@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles import ConfigError
+from miles.errors import ConfigError
 
 __all__ = ["widen"]
 

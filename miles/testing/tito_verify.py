@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import ConfigError
+from miles.families import families, hf_config
 from miles.plugins import Registry
 from miles.protocols import Context, Spec
 from miles.testing.tito_boundaries import cut_faults, search
@@ -43,28 +44,24 @@ class Found:
 def detect(registry: Registry, directory: Path) -> tuple[str, str]:
     """The handler that a run with this checkpoint takes under `tito=auto`, and why. Raises
     `ConfigError` when no registration knows it."""
-    path = directory / "config.json"
     try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"tito verify: {path} cannot be read: {error}; give the handler with --tito NAME"
-        ) from error
-    known = [(n, registry.component("model", n)) for n in registry.names("model")]
-    fitting = [(n, c) for n, c in known if c.matches(hf)]
-    fitting.sort(key=lambda each: bool(getattr(each[1], "fallback", False)))
+        hf = hf_config(directory)
+    except ConfigError as error:
+        raise ConfigError(f"tito verify: {error}; give the handler with --tito NAME") from error
+    fitting = families(hf, registry)
     if not fitting:
         raise ConfigError(
             f"tito verify: no model registration knows model_type {hf.get('model_type')!r} of "
-            f"{path}; give the handler with --tito NAME"
+            f"{directory}; give the handler with --tito NAME"
         )
-    name, component = fitting[0]
+    name, component = fitting[0], registry.component("model", fitting[0])
     choose = getattr(component, "choose_tito", None)
     chosen = (
         str(choose({"init": "load", "path": str(directory)})) if choose else str(component.tito)
     )
     why = f"model {name!r} and the chat template ask for it"
-    if chosen in {c.tito for _, c in known if getattr(c, "fallback", False)}:
+    known = [registry.component("model", name) for name in registry.names("model")]
+    if chosen in {c.tito for c in known if getattr(c, "fallback", False)}:
         why = (
             f"warning: the checkpoint {directory} ({hf.get('model_type')}) has no handler of its "
             f"own, or its chat template is not its family's; it is given {chosen!r}"

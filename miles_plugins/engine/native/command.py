@@ -6,7 +6,6 @@ Chooses components as a run does, and starts none of a run's processes.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -38,7 +37,9 @@ def serve(args: Any) -> int:
     """Serve until SIGINT or SIGTERM. A checkpoint in `model.path` is served as version 0; without
     one the engine waits for weights. Raises `ConfigError`, `EngineError`, `WeightSyncError`."""
     host, port, overrides = _place(args.overrides)
-    args.overrides = [*_chosen(overrides, args.registry), *overrides]
+    one_stage = any(text.startswith("experiment=") for text in overrides)
+    chosen = [] if one_stage else ["experiment=grpo"]
+    args.overrides = [*chosen, *args.registry.filled_in(overrides), *overrides]
     stage = args.plan().verify().stages[0]
     settings = stage.settings
     directory = Path(settings.run.dir).expanduser() / (settings.run.name or "serve")
@@ -58,30 +59,6 @@ def _place(overrides: Sequence[str]) -> tuple[str, int, list[str]]:
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"port: {port!r} is not a number from 0 to 65535")
     return values.get("host", _HOST), int(port), rest
-
-
-def _chosen(overrides: Sequence[str], registry: Any) -> list[str]:
-    """What a user leaves out: one stage without a demonstration, and the model family of the
-    checkpoint."""
-    values = dict(text.partition("=")[::2] for text in overrides)
-    chosen = [] if "experiment" in values else ["experiment=grpo"]
-    path = values.get("model.path")
-    if not path:
-        return chosen
-    if "model.init" not in values:
-        chosen.append("model.init=load")
-    if "model" in values:
-        return chosen
-    file = Path(path).expanduser() / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path} is no checkpoint: {error}") from error
-    for name in registry.names("model"):
-        model = registry.component("model", name)
-        if not getattr(model, "fallback", False) and model.matches(config):
-            return [*chosen, f"model={name}"]
-    return chosen
 
 
 async def _serve(stage: Any, registry: Any, directory: Path, host: str, port: int) -> None:
