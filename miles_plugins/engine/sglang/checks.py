@@ -7,10 +7,12 @@ they are; it imports no SGLang.
 
 from __future__ import annotations
 
+import http.client
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -135,17 +137,38 @@ def _unlike(url: str, found: says.Facts, config: Any, settings: Any) -> Iterator
 
 def _info(url: str, key: str) -> Mapping[str, Any]:
     """`/server_info`. Raises `EngineError` naming the address."""
-    request = urllib.request.Request(f"{url}/server_info")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
     try:
+        return _asked(f"{url}/server_info", key)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            with suppress(urllib.error.HTTPError):
+                return _asked(f"{url}/get_server_info", key)  # its name before 0.5.16
+        why = "is it the address of a server, without a path?"
+        if error.code in (401, 403):
+            why = f"it wants {'another' if key else 'a'} key, in a file: engine.api_key_file"
+        raise EngineError(
+            f"engine sglang: {url}/server_info answers HTTP {error.code} ({error.reason}); {why}"
+        ) from error
+
+
+def _asked(where: str, key: str) -> Mapping[str, Any]:
+    """A JSON object. Raises `HTTPError` for an answer that is an error, else `EngineError`."""
+    try:
+        request = urllib.request.Request(where)
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
         with _DIRECT.open(request, timeout=_ASK_S) as reply:
             found = msgspec.json.decode(reply.read())
-    except (OSError, ValueError) as error:
-        why = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise EngineError(f"engine sglang: {url} cannot be reached: {why}") from error
+    except urllib.error.HTTPError:
+        raise
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = str(error.reason if isinstance(error, urllib.error.URLError) else error)
+        url = where.rpartition("/")[0]
+        raise EngineError(
+            f"engine sglang: {url} cannot be reached: {' '.join(why.split())}"
+        ) from error
     if not isinstance(found, dict):
-        raise EngineError(f"engine sglang: {url}/server_info is no object")
+        raise EngineError(f"engine sglang: {where} is no object")
     return found
 
 

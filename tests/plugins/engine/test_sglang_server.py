@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -460,6 +461,42 @@ def test_check_asks_servers_past_a_proxy_of_the_environment(monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     found = checks.check(Sglang, Sglang.Config(url="http://127.0.0.1:9"), _planned())
     assert found == ["http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9\r\n", "cannot be reached: SSH-2.0-OpenSSH_9"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "cannot be reached: JSON is malformed"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", "/server_info is no object"),
+        (b"HTTP/1.1 401 Unauthorized\r\n\r\n", "it wants a key, in a file: engine.api_key_file"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "answers HTTP 404 (Not Found); is it the address"),
+    ],
+    ids=["no-http", "no-json", "list", "no-key", "other-server"],
+)
+def test_check_names_an_address_where_something_else_answers(reply, words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def answer():
+            with suppress(OSError):  # closed at the end of the test
+                while True:
+                    connection = server.accept()[0]
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        (fault,) = checks.check(Sglang, Sglang.Config(url=url), _planned())
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert fault.startswith(url) and words in fault
+
+
+def test_check_names_an_address_that_is_none():
+    (fault,) = checks.check(Sglang, Sglang.Config(url="http://a b"), _planned())
+    assert fault.startswith("http://a b cannot be reached: URL can't contain control characters")
 
 
 def test_check_names_ports_experts_and_urls(python):
