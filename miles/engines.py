@@ -47,6 +47,7 @@ class Engines:
         self._silent_after_s = silent_after_s
         self._parts: tuple[Spec, ...] = ()
         self._context: Context | None = None
+        self._why: dict[Handle, WorkerError] = {}  # of those that were ended, what they had
 
     async def build(self, parts: Sequence[Spec], context: Context, *, count: int) -> None:
         """Have `count` workers built of these parts, keeping those that are."""
@@ -101,11 +102,12 @@ class Engines:
         for index, fault in enumerate(faults):
             if fault is None:
                 continue
+            handle = self.handles[index]
+            fault = self._why.pop(handle, fault)
             if self.restarts >= self._max_restarts:
                 fault.add_note(f"max_restarts is {self._max_restarts}, and they are used up")
                 raise fault
             self.restarts += 1
-            handle = self.handles[index]
             _log.warning("%s is started again: %s", handle.name, fault)
             await self._runtime.end(handle)
             self.handles[index], self.doors[index] = await self._start(handle.name)
@@ -115,7 +117,9 @@ class Engines:
         """End workers that hang, so that nobody waits for them any more; whether any is dead."""
         handles = list(self.handles)  # others may be started while these are asked
         faults = await self.faults()
-        dead = [handle for handle, fault in zip(handles, faults, strict=True) if fault]
+        dead = {handle: fault for handle, fault in zip(handles, faults, strict=True) if fault}
+        for handle, fault in dead.items():
+            self._why.setdefault(handle, fault)  # afterwards it only says that it was ended
         await asyncio.gather(*(self._runtime.end(handle) for handle in dead))
         return bool(dead)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles import Context, Receipt, WeightSyncError, WorkerError
+from miles import Context, EngineError, Receipt, WeightSyncError, WorkerError
 from miles.buffer import Buffer
 from miles.engines import Engines
 from miles.eval_fleet import EvalFleet
@@ -344,6 +344,29 @@ def test_engines_one_that_cannot_sleep_is_ended_and_the_others_sleep(tmp_path: P
         assert not at.engines.handles[1].ranks[0]["engine"].asleep
 
     asyncio.run(main())
+
+
+def test_engines_say_why_one_was_ended_that_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        at = await made(tmp_path, restarts=1)
+
+        async def lost() -> int:
+            raise EngineError("engine sglang: the server ended with -9")
+
+        for restarts_left in (True, False):
+            at.engines.handles[0].ranks[0]["engine"].version = lost
+            assert await at.engines.end_silent() and await at.engines.end_silent()
+            if restarts_left:
+                assert await at.weights.recover()
+        with pytest.raises(WorkerError, match=r"engine-0: .*the server ended with -9"):
+            await at.weights.recover()
+
+    asyncio.run(main())
+    assert "engine-0 is started again: engine-0: engine sglang: the server ended with -9" in (
+        caplog.text
+    )
 
 
 def test_engines_end_silent_spares_one_that_was_started_meanwhile(tmp_path: Path) -> None:
