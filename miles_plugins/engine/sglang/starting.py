@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miles import ConfigError, Context
+from miles import ConfigError, Context, derive_seed
 from miles_plugins.engine.sglang import command, fitting
 from miles_plugins.engine.sglang.server import Server, free_port, installed, write_json
 
@@ -58,7 +58,8 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
         logits=context.precision.logits,
         port=port,
         slot=slot,
-        seed=context.seed,
+        # of its own: servers with one seed draw alike, and a group's attempts would be copies
+        seed=derive_seed(context.seed, "sglang", slot) % 2**31,
         experts=settings.session.experts,
         memory_saver=settings.placement == "colocated" and config.device != "cpu",
         in_place=settings.pause == "in_place",

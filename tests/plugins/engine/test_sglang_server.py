@@ -134,6 +134,20 @@ def test_server_is_started_recorded_and_ended(python, around):
     _gone(asyncio.run(check()))
 
 
+def test_servers_of_a_run_draw_from_seeds_of_their_own(python, around):
+    async def seeds():
+        engines = [Sglang(_config(python), around) for _ in range(2)]
+        said = [around.directory / "engines" / f"sglang-{slot}.json" for slot in range(2)]
+        words = [json.loads(record.read_text())["command"] for record in said]
+        for engine in engines:
+            await engine.close()
+        return [int(one[one.index("--random-seed") + 1]) for one in words]
+
+    first, second = asyncio.run(seeds())
+    assert first != second and min(first, second) >= 0 and max(first, second) < 2**31
+    assert asyncio.run(seeds()) == [first, second]  # the same in a run that is repeated
+
+
 def test_server_that_does_not_start_says_its_last_words(python, around):
     async def check():
         engine = Sglang(_config(python, flags={"die": True}), around)
