@@ -82,6 +82,8 @@ class Ray:
             return faults
         if config.address == "local":
             here = f"this machine (runtime.cpus={config.cpus}, runtime.gpus={config.gpus})"
+            if config.cpus is None:
+                here = "this machine (runtime.cpus, which Ray only counts, may say more)"
             return lacks(_wants(config, planned, local := [_local(config)]), local, where=here)
         from miles_plugins.runtime.ray.look import look
 

@@ -125,11 +125,16 @@ def test_colocated_engines_ask_for_no_gpus_of_their_own() -> None:
 # ---------------------------------------------------------------- what check says
 
 
-def test_check_counts_a_local_cluster_before_it_is_started() -> None:
+def test_check_counts_a_local_cluster_before_it_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     faults = Ray.check(Ray.Config(cpus=4, gpus=0), planned())
     assert len(faults) == 1 and "the layout needs 8 CPUs" in faults[0]
     assert "this machine (runtime.cpus=4, runtime.gpus=0) has 4" in faults[0]
     assert Ray.check(Ray.Config(cpus=8, gpus=0), planned()) == []
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (fault,) = Ray.check(Ray.Config(gpus=0), planned())
+    assert "this machine (runtime.cpus, which Ray only counts, may say more) has 2; ask" in fault
 
 
 def test_check_without_ray_is_one_error_with_the_install_line(
