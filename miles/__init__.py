@@ -4,7 +4,7 @@ This module is the public facade: data types, errors, protocols and the hook mar
 at `miles.loop`. It imports no torch, hydra or stevedore.
 """
 
-from miles import batch, episode, errors, protocols, types
+from miles import batch, episode, errors, machine, protocols, types
 from miles.batch import *  # noqa: F403
 from miles.calls import Caller, keep_alive
 from miles.child_server import ChildServer, serve_child
@@ -13,6 +13,7 @@ from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
 from miles.identity import process_alive, process_identity
+from miles.machine import *  # noqa: F403
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, SessionKeys, Settings
@@ -38,6 +39,7 @@ __all__ = [
     *batch.__all__,
     *episode.__all__,
     *errors.__all__,
+    *machine.__all__,
     *protocols.__all__,
     *types.__all__,
 ]

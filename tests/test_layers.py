@@ -31,7 +31,9 @@ class Row:
 
 
 TABLE = {
-    "data": Row("types batch errors plain seeds settings identity threads", "data", "numpy"),
+    "data": Row(
+        "types batch errors plain seeds settings identity machine threads", "data", "numpy"
+    ),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire calls remote", "data contract wire", "numpy msgspec"),
     "plugins": Row(

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from miles import ConfigError, EngineError, Spec
-from miles_plugins.engine.sglang import command, fitting, server
+from miles import ConfigError, EngineError, Gpu, Spec, gpus_here, memory_here, weight_bytes
+from miles_plugins.engine.sglang import command, server
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
@@ -195,18 +195,18 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
             if fault := server.port_fault("127.0.0.1", port):
                 yield f"{fault}; engine.port=0 takes a free one"
     if config.device == "cuda":
-        gpus = fitting.gpus()
+        gpus = gpus_here()
         yield from _gpu_faults(config, gpus, servers)
         room = min((gpu.total for gpu in gpus), default=0) * (config.memory_fraction or 0.9)
         shared = command.devices(config) // (1 if config.dp_attention else config.dp)
         where = f"{shared} GPU{'s'[: shared > 1]}"
     else:
-        room, shared, where = fitting.memory(), 1, "this machine's memory"
+        room, shared, where = memory_here(), 1, "this machine's memory"
     model = planned.built.get("model")
     precision = planned.built.get("precision")
     if model is None or precision is None or not room:
         return
-    need = fitting.weight_bytes(model.hf_config(), precision.engine)
+    need = weight_bytes(model.hf_config(), precision.engine)
     if need > room * shared:
         yield (
             f"the model's weights take about {need / 2**30:.1f} GiB in {precision.engine}, and "
@@ -236,14 +236,14 @@ def _shared_gpus(config: Any, planned: Any) -> Iterator[str]:
         return
     ranks = 0 if trainer.config.get("device") == "cpu" else int(trainer.config.get("workers", 1))
     servers = (config.workers + _fleet(planned)) * command.devices(config)
-    if config.first_gpu < ranks and len(fitting.gpus()) >= ranks + servers:
+    if config.first_gpu < ranks and len(gpus_here()) >= ranks + servers:
         yield (
             f"servers begin at GPU {config.first_gpu}, and trainer ranks have GPUs 0 to "
             f"{ranks - 1}; engine.first_gpu={ranks} gives them their own"
         )
 
 
-def _gpu_faults(config: Any, gpus: Sequence[fitting.Gpu], servers: int) -> Iterator[str]:
+def _gpu_faults(config: Any, gpus: Sequence[Gpu], servers: int) -> Iterator[str]:
     if not gpus:
         yield "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu"
         return

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from miles import ConfigError, Context, derive_seed
-from miles_plugins.engine.sglang import command, fitting
+from miles import ConfigError, Context, derive_seed, gpus_shown
+from miles_plugins.engine.sglang import command
 from miles_plugins.engine.sglang.server import Server, free_port, installed, write_json
 
 __all__ = ["key_of", "model_folder", "start"]
@@ -63,7 +63,7 @@ def start(config: Any, context: Context, folder: Path, slot: int) -> Server:
         experts=settings.session.experts,
         memory_saver=settings.placement == "colocated" and config.device != "cpu",
         in_place=settings.pause == "in_place",
-        shown=fitting.shown(),
+        shown=gpus_shown(),
     )
     folder.mkdir(parents=True, exist_ok=True)
     return Server(

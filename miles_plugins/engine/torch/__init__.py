@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from miles import Array, Completion, ConfigError, Context, EngineError, Request, WeightSyncError
+from miles_plugins.engine.torch import checks
 
 __all__ = ["Torch"]
 
@@ -63,13 +64,16 @@ class Torch:
         device: Literal["cpu", "cuda"] = "cpu"
         """Where weights and cache live."""
 
+    check = classmethod(checks.check)
+
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config
         self.model = context.model
         self.decoder = context.model.decoder()
-        self.max_len = config.max_len or min(self.decoder.max_len, 2048)
+        if wrong := checks.faults(config, self.decoder):
+            raise ConfigError(f"engine torch: {'; '.join(wrong)}")
+        self.max_len = config.max_len or min(self.decoder.max_len, checks.LONGEST)
         self.slots = config.chunk or config.rows
-        self._check()
         import torch
 
         from miles_plugins.engine.torch.batching import Batching
@@ -108,33 +112,6 @@ class Torch:
         self._turn = asyncio.Lock()  # weights come, or move, one at a time
         self._large = size(self.decoder, self._dtype) > _BRIEF
         self._task: asyncio.Task[None] | None = None
-
-    def _check(self) -> None:
-        config = self.config
-        for name in ("workers", "rows", "key_block", "threads", "max_waiting"):
-            if getattr(config, name) < 1:
-                raise ConfigError(
-                    f"engine torch: {name} is {getattr(config, name)}; it must be at least 1"
-                )
-        if self.slots < 4:
-            what = "chunk" if config.chunk else "rows (chunk is 0)"
-            raise ConfigError(
-                f"engine torch: {what} is {self.slots}; a forward needs at least 4 token "
-                "slots, because smaller products round differently"
-            )
-        if self.max_len > self.decoder.max_len:
-            raise ConfigError(
-                f"engine torch: max_len is {self.max_len}, but the model's longest context is "
-                f"{self.decoder.max_len}"
-            )
-        decoder = self.decoder
-        if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:
-            raise ConfigError(
-                f"engine torch: {decoder.heads} query heads over {decoder.kv_heads} key heads "
-                f"of width {decoder.head_dim}; heads must be a multiple of them, the width even"
-            )
-        if self.max_len < 2:
-            raise ConfigError(f"engine torch: max_len is {self.max_len}; it must be at least 2")
 
     # ------------------------------------------------------------ requests
 

@@ -105,7 +105,16 @@ class Fsdp:
 
     @classmethod
     def check(cls, config: Config, planned: Any = None) -> list[str]:
-        """Values that cannot be meant."""
+        """Values that cannot be meant, GPUs that are missing, and a model that does not fit."""
+        faults = cls._value_faults(config)
+        if faults or planned is None:
+            return faults
+        from miles_plugins.trainer.fsdp.room import faults as lacking
+
+        return lacking(config, planned)
+
+    @classmethod
+    def _value_faults(cls, config: Config) -> list[str]:
         return [
             text
             for wrong, text in (

@@ -20,8 +20,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles import ConfigError, Context, EngineError, Settings, Spec
-from miles_plugins.engine.sglang import Sglang, checks, command, facts, fitting, server
+from miles import ConfigError, Context, EngineError, Gpu, Settings, Spec, gpus_shown
+from miles_plugins.engine.sglang import Sglang, checks, command, facts, server
 
 PROGRAM = textwrap.dedent(
     """
@@ -273,7 +273,7 @@ def test_sglang_is_found_where_its_packages_are_added_to_the_path(tmp_path, monk
     chosen = (str(script), {}) if how == "script" else (sys.executable, added)
     assert server.installed(*chosen) == "0.5.16"
     config = Sglang.Config(python=chosen[0], environment=chosen[1], device="cpu")
-    monkeypatch.setattr(fitting, "memory", lambda: 0)
+    monkeypatch.setattr(checks, "memory_here", lambda: 0)
     assert checks.check(Sglang, config, _planned()) == []
     monkeypatch.chdir(tmp_path / "site")  # where a run is started says nothing of the server
     with pytest.raises(ConfigError, match=r"or the folder of its packages as 'engine\.environ"):
@@ -378,35 +378,10 @@ BIG = {
 }
 
 
-def test_estimate_is_near_what_models_have():
-    assert fitting.parameters(BIG) == pytest.approx(70.6e9, rel=0.02)  # Llama 3 70B
-    small = {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
-        "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    assert fitting.parameters(small) == pytest.approx(0.596e9, rel=0.02)  # Qwen3-0.6B
-    moe = {
-        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
-        "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_experts": 128, "vocab_size": 151936,
-    }  # fmt: skip
-    assert fitting.parameters(moe) == pytest.approx(30.5e9, rel=0.02)  # Qwen3-30B-A3B
-    deepseek = {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-        "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3,
-        "vocab_size": 129280, "quantization_config": {"quant_method": "fp8"},
-    }  # fmt: skip
-    assert fitting.parameters(deepseek) == pytest.approx(671e9, rel=0.02)
-    assert fitting.weight_bytes(deepseek, "bfloat16") == fitting.parameters(deepseek)
-
-
 def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypatch):
     def said(config, count):
-        card = fitting.Gpu(name="H200", total=141 << 30)
-        monkeypatch.setattr(fitting, "gpus", lambda: [card] * count)
+        card = Gpu(name="H200", total=141 << 30)
+        monkeypatch.setattr(checks, "gpus_here", lambda: [card] * count)
         return "\n".join(checks.check(Sglang, config, _planned()))
 
     cuda = replace(_config(python), device="cuda")
@@ -416,7 +391,7 @@ def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypa
     assert said(replace(cuda, tp=2), 2) == ""
     text = said(replace(cuda, tp=2, workers=3, first_gpu=1), 4)
     assert "3 servers of 2 GPUs from GPU 1 on need 7 GPUs, and there are 4" in text
-    monkeypatch.setattr(fitting, "memory", lambda: 16 << 30)
+    monkeypatch.setattr(checks, "memory_here", lambda: 16 << 30)
     assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
 
 
@@ -431,15 +406,15 @@ def test_zero_is_the_value_of_a_flag():
 def test_second_server_takes_the_gpus_that_a_runtime_reserved_for_it(monkeypatch):
     config = Sglang.Config(tp=2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=gpus_shown()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert "--base-gpu-id 0" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+    assert "--base-gpu-id 0" in " ".join(_flags(config, slot=1, shown=gpus_shown()))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5")
-    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=fitting.shown()))
+    assert "--base-gpu-id 2" in " ".join(_flags(config, slot=1, shown=gpus_shown()))
 
 
 def test_check_leaves_gpus_of_other_machines_to_the_runtime(python, monkeypatch):
-    monkeypatch.setattr(fitting, "gpus", lambda: [])
+    monkeypatch.setattr(checks, "gpus_here", lambda: [])
 
     def said(config, **engine):
         planned = _planned()
@@ -455,8 +430,8 @@ def test_check_leaves_gpus_of_other_machines_to_the_runtime(python, monkeypatch)
 
 def test_check_warns_of_servers_on_the_gpus_of_the_trainer(python, monkeypatch):
     def said(count, **values):
-        card = fitting.Gpu(name="H200", total=141 << 30)
-        monkeypatch.setattr(fitting, "gpus", lambda: [card] * count)
+        card = Gpu(name="H200", total=141 << 30)
+        monkeypatch.setattr(checks, "gpus_here", lambda: [card] * count)
         planned = _planned(placement=values.pop("placement", "split"))
         planned.specs["trainer"] = Spec(kind="trainer", name="fsdp", config={"workers": 2})
         config = replace(_config(python), device="cuda", tp=2, **values)

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from miles import ConfigError, EngineError, Settings, Span, WeightSyncError
+from miles import ConfigError, EngineError, Gpu, Settings, Span, Spec, WeightSyncError
 from miles.session.partial import Partial
 from miles_plugins.engine import torch as served
+from miles_plugins.engine.torch import Torch, checks
 
 
 def _run(play):
@@ -504,3 +506,37 @@ def test_forward_that_raises_fails_requests_instead_of_hanging_them(tiny, reques
 def test_config_is_refused_with_its_reason(tiny, config, message):
     with pytest.raises(ConfigError, match=message):
         tiny.engine(**config)
+
+
+LARGE = {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def _faults(monkeypatch, *, gpus=0, runtime="local", **config):
+    monkeypatch.setattr(checks, "gpus_here", lambda: [Gpu(name="H200", total=141 << 30)] * gpus)
+    monkeypatch.setattr(checks, "memory_here", lambda: 200 << 30)
+    planned = SimpleNamespace(
+        built={
+            "model": SimpleNamespace(hf_config=lambda: LARGE),
+            "precision": SimpleNamespace(engine="bfloat16"),
+        },
+        specs={"runtime": Spec(kind="runtime", name=runtime, config={})},
+    )
+    return Torch.check(Torch.Config(**config), planned)
+
+
+def test_check_names_a_gpu_that_is_not_there_and_a_model_that_does_not_fit(monkeypatch):
+    (fault,) = _faults(monkeypatch, device="cuda")
+    assert "device is cuda, and there is no GPU here" in fault and "use device=cpu" in fault
+    assert _faults(monkeypatch, device="cuda", gpus=1) == []
+    (fault,) = _faults(monkeypatch, workers=2)
+    assert "weights of 2 engine(s) take about 262.8 GiB in bfloat16, and this machine's" in fault
+    assert _faults(monkeypatch, device="cuda", workers=2, runtime="ray") == []
+
+
+def test_check_finds_the_values_that_the_engine_would_refuse(monkeypatch):
+    found = _faults(monkeypatch, rows=2, threads=0)
+    assert found[0] == "threads is 0; it must be at least 1"
+    assert found[1].startswith("rows (chunk is 0) is 2; a forward needs at least 4 token slots")

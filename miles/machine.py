@@ -1,6 +1,6 @@
-"""Whether a model fits: an estimate of its weights from `config.json`, and what memory there is.
+"""Whether a model fits: an estimate of its weights from `config.json`, and what this machine has.
 
-An estimate before anything is loaded; it counts no cache and no activations.
+An estimate before anything is loaded; it counts no cache and no activations. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Gpu", "gpus", "memory", "parameters", "shown", "weight_bytes"]
+__all__ = ["Gpu", "gpus_here", "gpus_shown", "memory_here", "parameter_count", "weight_bytes"]
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 
@@ -26,7 +26,7 @@ class Gpu:
     """Bytes of memory."""
 
 
-def gpus() -> list[Gpu]:
+def gpus_here() -> list[Gpu]:
     """What `nvidia-smi` lists, as many as this process is shown; none where it is not there."""
     ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -38,16 +38,16 @@ def gpus() -> list[Gpu]:
         name, _, size = line.rpartition(",")
         if size.strip().isdecimal():
             found.append(Gpu(name=name.strip(), total=int(size) << 20))
-    return found[: shown()]
+    return found[: gpus_shown()]
 
 
-def shown() -> int | None:
+def gpus_shown() -> int | None:
     """GPUs that `CUDA_VISIBLE_DEVICES` shows to this process and its children; None is all."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if given is None else len([one for one in given.split(",") if one.strip()])
 
 
-def memory() -> int:
+def memory_here() -> int:
     """Bytes of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -61,10 +61,10 @@ def weight_bytes(config: Mapping[str, Any], dtype: str) -> float:
         each = 1.0
     elif isinstance(bits, int):
         each = bits / 8
-    return parameters(config) * each
+    return parameter_count(config) * each
 
 
-def parameters(config: Mapping[str, Any]) -> float:
+def parameter_count(config: Mapping[str, Any]) -> float:
     """How many a decoder has, about: embeddings, attention, and dense or sparse MLPs."""
     text = config.get("text_config", config)
 

@@ -1,0 +1,74 @@
+"""What `miles check` can say of the embedded engine before it is built: values that cannot be, a
+GPU that is not there, weights that do not fit.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from miles import gpus_here, memory_here, weight_bytes
+
+__all__ = ["LONGEST", "check", "faults"]
+
+LONGEST = 2048
+"""Tokens of prompt and completion, unless `max_len` says more."""
+
+
+def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
+    """Faults of a stage's engine; GPUs and memory where it runs on this machine."""
+    del cls
+    model = planned.built.get("model")
+    decoder = getattr(model, "decoder", None)
+    wrong = faults(config, None if decoder is None else decoder())
+    if wrong or getattr(planned.specs.get("runtime"), "name", "local") != "local":
+        return wrong
+    return [*_lacking(config, planned)]
+
+
+def faults(config: Any, decoder: Any) -> list[str]:
+    """Values that cannot be meant, or not with this model."""
+    found = []
+    for name in ("workers", "rows", "key_block", "threads", "max_waiting"):
+        if getattr(config, name) < 1:
+            found.append(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if (slots := config.chunk or config.rows) < 4:
+        what = "chunk" if config.chunk else "rows (chunk is 0)"
+        found.append(
+            f"{what} is {slots}; a forward needs at least 4 token slots, because smaller products "
+            "round differently"
+        )
+    if decoder is None:
+        return found
+    max_len = config.max_len or min(decoder.max_len, LONGEST)
+    if max_len > decoder.max_len:
+        found.append(f"max_len is {max_len}, but the model's longest context is {decoder.max_len}")
+    if decoder.heads % decoder.kv_heads or decoder.head_dim % 2:
+        found.append(
+            f"{decoder.heads} query heads over {decoder.kv_heads} key heads of width "
+            f"{decoder.head_dim}; heads must be a multiple of them, the width even"
+        )
+    if max_len < 2:
+        found.append(f"max_len is {max_len}; it must be at least 2")
+    return found
+
+
+def _lacking(config: Any, planned: Any) -> Iterator[str]:
+    room, where, copies = memory_here(), "this machine's memory is", config.workers
+    if config.device == "cuda":
+        if not (gpus := gpus_here()):
+            yield "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu"
+            return
+        room, where = gpus[0].total, "the first GPU, where each of them computes, has"
+    model, precision = planned.built.get("model"), planned.built.get("precision")
+    if model is None or precision is None:
+        return
+    need = copies * weight_bytes(model.hf_config(), precision.engine)
+    if need > room:
+        yield (
+            f"weights of {copies} engine(s) take about {need / 2**30:.1f} GiB in "
+            f"{precision.engine}, and {where} {room / 2**30:.1f} GiB; take a smaller model, or "
+            "engine=sglang, which shares one among GPUs (engine.tp)"
+        )
