@@ -67,7 +67,7 @@ class Worker:
             wide=context.precision.logits == "float32",
             fine=compute if context.precision.residual != context.precision.compute else None,
         )
-        if not config.offload_parameters:
+        if not (offload := config.offload_parameters):
             self.policy.to(self.ranks.device)
         self.cost = Cost(self.policy.model, context.model)
         self.way = choose_attention(
@@ -78,13 +78,7 @@ class Worker:
         )
         if config.compile == "layers":
             self.policy.compile_parts()
-        shard(
-            self.policy,
-            self.policy.blocks(),
-            self.ranks,
-            compute,
-            offload=config.offload_parameters,
-        )
+        shard(self.policy, self.policy.blocks(), self.ranks, compute, offload=offload)
         self.masters = Masters(
             self.policy.model,
             compute=compute,
