@@ -7,6 +7,7 @@ which imports torch.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import time
 from collections.abc import Sequence
@@ -59,17 +60,13 @@ class DiskDelta:
         faults = positive(config, "file_bytes", "verify_every")
         if not 1 <= config.level <= 19:
             faults.append(f"level is {config.level}; 1 to 19")
+        if importlib.util.find_spec("zstandard") is None:
+            faults.append("zstandard is not installed; pip install 'miles[delta]'")
         return faults
 
     def __init__(self, config: Config, context: Context) -> None:
         if faults := self.check(config):
             raise ConfigError(f"transport disk_delta: {'; '.join(faults)}")
-        try:
-            import zstandard  # noqa: F401 - whether it is there
-        except ImportError as error:
-            raise ConfigError(
-                "transport disk_delta: zstandard is not installed; pip install 'miles[delta]'"
-            ) from error
         self.config = config
         self.context = context
         self.local = Path(config.local or context.directory / "received").absolute()

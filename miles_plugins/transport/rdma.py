@@ -6,6 +6,7 @@ The driver's half: it passes addresses and sizes, never tensors. Both worker hal
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere
 
 __all__ = ["Rdma"]
+
+_DEVICES = Path("/sys/class/infiniband")
 
 
 class Rdma(Bucketed):
@@ -62,8 +65,19 @@ class Rdma(Bucketed):
 
     @classmethod
     def check(cls, config: Config, planned: Any) -> list[str]:
-        """Values that cannot be meant."""
-        return positive(config, "bucket_bytes", "verify_every")
+        """Values that cannot be meant, and what is not there to send with."""
+        faults = positive(config, "bucket_bytes", "verify_every")
+        if importlib.util.find_spec("mooncake") is None:
+            faults.append(
+                "Mooncake is not installed; pip install 'miles[rdma]', or "
+                "mooncake-transfer-engine-non-cuda where there is no CUDA"
+            )
+        local = getattr(planned.specs.get("runtime"), "name", "local") == "local"
+        if config.protocol == "rdma" and local and not any(_DEVICES.glob("*")):
+            faults.append(
+                f"there is no RDMA device here ({_DEVICES} is empty); use transport.protocol=tcp"
+            )
+        return faults
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""

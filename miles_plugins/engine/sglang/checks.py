@@ -77,6 +77,12 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     settings = planned.settings
     if settings.session.experts and not topk(planned.built.get("model")):
         faults.append("session.experts: the model has no experts to ask for")
+    chosen = getattr(planned.specs.get("transport"), "name", "")
+    if config.prefill_url and chosen in ("ipc", "nccl"):
+        faults.append(
+            f"prefill_url and transport={chosen}: servers that only prefill or decode take weights "
+            "from files; use transport=disk"
+        )
     if faults:
         return faults
     if config.url:
@@ -88,6 +94,10 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
     """What is allowed and probably not meant."""
     del cls
     found = [*_shared_gpus(config, planned)]
+    algorithm = str(config.speculative.get("algorithm", ""))
+    if algorithm and algorithm.upper() not in command.DRAFTING:
+        known = ", ".join(sorted(command.DRAFTING))
+        found.append(f"engine.speculative.algorithm: {algorithm} is not known; SGLang has {known}")
     try:
         versions = (
             {url: str(_info(url, key_of(config))["version"]) for url in listed(config.url)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles import ConfigError
 
-__all__ = ["OURS", "arguments", "devices", "flag_faults", "flags"]
+__all__ = ["DRAFTING", "OURS", "arguments", "devices", "flag_faults", "flags"]
 
 OURS = frozenset(
     word
@@ -27,6 +27,11 @@ OURS = frozenset(
 )
 """Flags that follow from other keys."""
 
+DRAFTING = frozenset(
+    "DFLASH DSPARK EAGLE EAGLE3 FROZEN_KV_MTP NEXTN NGRAM STANDALONE UNO".split()  # noqa: SIM905
+)
+"""Algorithms of speculative decoding that some tested version has; which of them serve a model is
+for the server to say."""
 
 _ON_CPU = {
     "attention_backend": "torch_native",
@@ -65,7 +70,7 @@ def flag_faults(config: Any) -> list[str]:
     if config.dp_attention and config.dp < 2:
         faults.append(f"dp_attention: dp is {config.dp}; it takes at least 2 ranks")
     if config.speculative and not config.speculative.get("algorithm"):
-        known = "EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM"
+        known = ", ".join(sorted(DRAFTING))
         faults.append(f"speculative.algorithm is not set; SGLang has {known}")
     drafts = config.speculative.get("draft_model_path")
     if drafts and str(config.speculative.get("algorithm")) != "NGRAM":

@@ -445,6 +445,24 @@ def test_check_warns_of_servers_on_the_gpus_of_the_trainer(python, monkeypatch):
     assert said(4, placement="colocated") == []
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])
+def test_check_gives_pairs_weights_from_files_alone(transport):
+    planned = _planned()
+    planned.specs["transport"] = Spec(kind="transport", name=transport)
+    config = Sglang.Config(url="http://127.0.0.1:9", prefill_url="http://127.0.0.1:10")
+    said = "\n".join(checks.check(Sglang, config, planned))
+    assert ("use transport=disk" in said) == (transport != "disk")
+
+
+def test_check_warns_of_a_speculative_algorithm_that_nobody_has(python):
+    (said,) = checks.warnings(
+        Sglang, _config(python, speculative={"algorithm": "EGALE"}), _planned()
+    )
+    assert "engine.speculative.algorithm: EGALE is not known; SGLang has " in said
+    known = _config(python, speculative={"algorithm": "eagle"})
+    assert checks.warnings(Sglang, known, _planned()) == []
+
+
 def test_check_asks_servers_past_a_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://nowhere.invalid:1")
     monkeypatch.delenv("no_proxy", raising=False)

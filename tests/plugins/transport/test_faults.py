@@ -28,6 +28,7 @@ from miles_plugins.transport.disk_delta import DiskDelta
 from miles_plugins.transport.handles import IpcSender
 from miles_plugins.transport.ipc import Ipc
 from miles_plugins.transport.nccl import Nccl, gpus_here
+from miles_plugins.transport.rdma import Rdma
 from miles_plugins.transport.snapshot import SnapshotReceiver, SnapshotSender
 
 
@@ -412,6 +413,24 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
     planned.specs["runtime"] = Spec(kind="runtime", name="ray")  # other machines have GPUs too
     assert Nccl.check(Nccl.Config(), planned) == []
     assert Nccl.check(Nccl.Config(backend="gloo"), _planned("colocated")) == []
+
+
+def test_rdma_and_differences_are_refused_without_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setattr("miles_plugins.transport.rdma._DEVICES", tmp_path / "infiniband")
+    (fault,) = Rdma.check(Rdma.Config(), _planned())
+    assert "there is no RDMA device here" in fault and "use transport.protocol=tcp" in fault
+    assert Rdma.check(Rdma.Config(protocol="tcp"), _planned()) == []
+    elsewhere = _planned()
+    elsewhere.specs["runtime"] = Spec(kind="runtime", name="ray")
+    assert Rdma.check(Rdma.Config(), elsewhere) == []
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert Rdma.check(Rdma.Config(), _planned()) == DiskDelta.check(DiskDelta.Config()) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (fault,) = Rdma.check(Rdma.Config(), _planned())
+    assert fault.startswith("Mooncake is not installed; pip install 'miles[rdma]'")
+    assert DiskDelta.check(DiskDelta.Config()) == [
+        "zstandard is not installed; pip install 'miles[delta]'"
+    ]
 
 
 def test_gpus_are_counted_without_torch(monkeypatch):
