@@ -37,25 +37,44 @@ def _words(tensor: Tensor) -> Tensor:
     return filled.view(torch.int64)
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """() int64: the sum, modulo 2**64, of each word mixed with its place (two rounds of a
-    multiplication and a shift, as in splitmix64), so that its order decides nothing."""
-    words = _words(tensor)
-    size = _WORDS.get(words.device.type, 1 << 20)
-    keys = _keys.get(words.device)
+def _mixed(words: Tensor, keys: Tensor) -> Tensor:
+    """(words,) int64: each word mixed with the key of its place (two rounds of a multiplication and
+    a shift, as in splitmix64), which is overwritten."""
+    keys ^= words
+    keys *= _signed(_FIRST)
+    keys ^= keys >> 32
+    keys *= _signed(_SECOND)
+    keys ^= keys >> 29
+    return keys
+
+
+def _keys_of(device: torch.device) -> Tensor:
+    """(words,) int64: keys of the first places, as many as are mixed at a time."""
+    keys = _keys.get(device)
     if keys is None:
-        keys = torch.arange(1, size + 1, device=words.device) * _signed(_GOLDEN)
-        _keys[words.device] = keys
+        size = _WORDS.get(device.type, 1 << 20)
+        keys = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
+        _keys[device] = keys
+    return keys
+
+
+def _sum(words: Tensor) -> Tensor:
+    """() int64: the sum, modulo 2**64, of each word mixed with its place, so that its order decides
+    nothing."""
+    keys = _keys_of(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for index, part in enumerate(torch.split(words, size)):
-        mixed = keys[: part.numel()] + _signed(_GOLDEN * index * size)
-        mixed ^= part
-        mixed *= _signed(_FIRST)
-        mixed ^= mixed >> 32
-        mixed *= _signed(_SECOND)
-        mixed ^= mixed >> 29
-        total += mixed.sum()
+    for index, part in enumerate(torch.split(words, len(keys))):
+        total += _mixed(part, keys[: len(part)] + _signed(_GOLDEN * index * len(keys))).sum()
     return total
+
+
+def _sums(words: Sequence[Tensor]) -> list[Tensor]:
+    """As `_sum`, of several that are mixed in one go."""
+    if len(words) < 2:
+        return [_sum(each) for each in words]
+    keys, sizes = _keys_of(words[0].device), [len(each) for each in words]
+    mixed = _mixed(torch.cat(list(words)), torch.cat([keys[:size] for size in sizes]))
+    return [part.sum() for part in torch.split(mixed, sizes)]
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -70,8 +89,21 @@ def contents(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def sums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """() int64 for each tensor, where it lies; `hexadecimal` makes their digests."""
-    return [_sum(tensor) for tensor in tensors]
+    """() int64 for each tensor, where it lies; `hexadecimal` makes their digests. Neighbours that
+    are small are mixed together."""
+    found: list[Tensor] = []
+    small: list[Tensor] = []
+    room = 0
+    for tensor in tensors:
+        words = _words(tensor)
+        if small and (len(words) > room or words.device != small[0].device):
+            found += _sums(small)
+            small = []
+        if not small:
+            room = len(_keys_of(words.device))
+        small.append(words)
+        room -= len(words)
+    return found + _sums(small)
 
 
 def hexadecimal(found: Sequence[Tensor]) -> list[str]:

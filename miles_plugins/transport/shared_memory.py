@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from miles import Engine, Trainer, WeightSyncError
-from miles.learn.digest import Whole, contents
+from miles.learn.digest import Whole, contents, dtype_name
 from miles_plugins.transport.serving import Serving
 
 __all__ = ["MemoryReceiver", "MemorySender"]
@@ -66,7 +66,7 @@ class MemorySender:
             end = taken[-1][2] + taken[-1][1].nbytes
             bucket, answer["notice"] = self._bucket(slot, end)
             answer["path"] = bucket.path
-            answer["tensors"] = [self._write(bucket, *each) for each in taken]
+            answer["tensors"] = self._write(bucket, taken)
         if last:
             answer["digest"] = self._digest.end()
             self._stream = None
@@ -98,21 +98,25 @@ class MemorySender:
             offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _write(
-        self, bucket: _Bucket, name: str, tensor: torch.Tensor, offset: int
-    ) -> dict[str, Any]:
-        tensor = tensor.detach()
-        entry = {
-            "name": name,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "offset": offset,
-            "bytes": tensor.nbytes,
-        }
-        written = tensor
-        if tensor.nbytes:
-            written = _view(bucket.memory, entry).copy_(tensor)
-        entry["content"] = self._digest.add(entry, written)
-        return entry
+        self, bucket: _Bucket, taken: Sequence[tuple[str, torch.Tensor, int]]
+    ) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = []
+        written: list[torch.Tensor] = []
+        for name, tensor, offset in taken:
+            entry = {
+                "name": name,
+                "dtype": dtype_name(tensor),
+                "shape": list(tensor.shape),
+                "offset": offset,
+                "bytes": tensor.nbytes,
+            }
+            if tensor.nbytes:
+                tensor = _view(bucket.memory, entry).copy_(tensor.detach())
+            entries.append(entry)
+            written.append(tensor)
+        for entry, content in zip(entries, self._digest.add(entries, written), strict=True):
+            entry["content"] = content
+        return entries
 
     def _bucket(self, slot: int, size: int) -> tuple[_Bucket, str]:
         bucket = self._buckets.get(slot)
@@ -182,17 +186,19 @@ class MemoryReceiver:
         staged, entries, digest = self._staged, self._entries, self._digest
         size = max(entry["offset"] + entry["bytes"] for entry in tensors)
         memory = _open(bucket["path"], size) if size else None
-        differ = []
+        copies: list[torch.Tensor] = []
         for entry in tensors:
             tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
             if entry["bytes"]:
                 tensor.copy_(_view(memory, entry))
-            # The copy is hashed, not the shared bytes: what is proven is what the engine will be
-            # given.
-            if digest.add(entry, tensor) != entry["content"]:
-                differ.append(entry["name"])
+            copies.append(tensor)
             staged[entry["name"]] = tensor
             entries.append(entry)
+        # The copies are hashed, not the shared bytes: what is proven is what the engine will be
+        # given.
+        found = digest.add(tensors, copies)
+        pairs = zip(tensors, found, strict=True)
+        differ = [entry["name"] for entry, content in pairs if entry["content"] != content]
         if differ:
             raise WeightSyncError(
                 f"transport memory: {len(differ)} tensors differ from what the trainer sent: "
@@ -258,11 +264,14 @@ class _Digest:
     def __init__(self) -> None:
         self._whole = Whole()
 
-    def add(self, entry: Mapping[str, Any], tensor: torch.Tensor) -> str:
-        """Digest of one tensor, counted into the whole."""
-        content = contents([tensor])[0]
-        self._whole.add(entry["name"], entry["dtype"], entry["shape"], content)
-        return content
+    def add(
+        self, entries: Sequence[Mapping[str, Any]], tensors: Sequence[torch.Tensor]
+    ) -> list[str]:
+        """Digests of tensors, counted into the whole."""
+        found = contents(tensors)
+        for entry, content in zip(entries, found, strict=True):
+            self._whole.add(entry["name"], entry["dtype"], entry["shape"], content)
+        return found
 
     def end(self) -> str:
         """Digest of everything added."""

@@ -63,11 +63,9 @@ class Outgoing:
     def write(self, taken: Sequence[tuple[dict[str, Any], Tensor]], flat: Tensor) -> None:
         """Copy a bucket's tensors into (bytes,) uint8 `flat`, and count what then lies there into
         the digest."""
-        for entry, tensor in taken:
-            place = view(flat, entry)
-            place.copy_(tensor)
-            self._entries.append(entry)
-            self._sums += sums([place])
+        places = [view(flat, entry).copy_(tensor) for entry, tensor in taken]
+        self._entries += [entry for entry, _ in taken]
+        self._sums += sums(places)
 
     def end(self) -> dict[str, Any]:
         """`digest` of the whole stream, `contents` of its tensors in order, `bytes`."""
@@ -124,12 +122,11 @@ class Incoming:
                     f"transport {self._name}: {name} has {entry['bytes']} bytes, which are no "
                     f"{entry['dtype']} of shape {tuple(entry['shape'])}"
                 )
-            copy = view(flat, entry).clone()
-            self._tensors[name] = copy
+            self._tensors[name] = view(flat, entry).clone()
             self.entries.append(dict(entry))
-            if self._hashed:
-                # The copy is hashed, not the bucket: what is proven is what the engine is given.
-                self._sums += sums([copy])
+        if self._hashed:
+            # The copies are hashed, not the bucket: what is proven is what the engine is given.
+            self._sums += sums(self._tensors[entry["name"]] for entry in entries)
 
     def end(self, digest: str, contents: Sequence[str]) -> None:
         """Compare with what the sender says it sent. Raises `WeightSyncError` naming the tensors
