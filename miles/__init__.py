@@ -17,7 +17,7 @@ from miles.machine import *  # noqa: F403
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
 from miles.settings import RunKeys, SessionKeys, Settings
-from miles.threads import in_thread
+from miles.threads import Threads, in_thread
 from miles.types import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "RunKeys",
     "SessionKeys",
     "Settings",
+    "Threads",
     "asked_to_stop",
     "derive_seed",
     "hookimpl",

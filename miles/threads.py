@@ -1,20 +1,23 @@
-"""Run a function beside the event loop in a thread that can be given up.
+"""Run functions beside the event loop in threads that can be given up.
 
-It cannot end the function, only stop waiting for it: the process then exits without it, which the
+It cannot end a function, only stop waiting for it: the process then exits without it, which the
 loop's own pool of threads would not let it do. A thread that is done takes the next function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-__all__ = ["in_thread"]
+__all__ = ["Threads", "in_thread"]
 
 T = TypeVar("T")
 
@@ -34,28 +37,134 @@ def _new_thread() -> _Jobs:
     return jobs
 
 
-async def in_thread(call: Callable[[], T], *, name: str, timeout_s: float) -> T:
-    """What the call returns or raises. Raises `TimeoutError` after `timeout_s` seconds, and leaves
-    the thread `name` to itself."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+def _begin(work: Callable[[], Callable[[], object]], name: str) -> None:
+    """Do it in a thread of that name; what it gives is called once the thread counts as idle."""
+    jobs = _idle.pop() if _idle else _new_thread()
+
+    def run() -> None:
+        threading.current_thread().name = name
+        tell = work()
+        _idle.append(jobs)
+        tell()
+
+    jobs.put(run)
+
+
+def _outcome(call: Callable[[], Any], future: asyncio.Future[Any]) -> Callable[[], None]:
+    """Make the call; what then settles the future, in its loop, if nobody has by then."""
 
     def settle(method: Callable[[Any], None], value: Any) -> None:
         if not future.done():
             method(value)
 
-    jobs = _idle.pop() if _idle else _new_thread()
+    try:
+        return partial(settle, future.set_result, call())
+    except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        return partial(settle, future.set_exception, error)
 
-    def run() -> None:
-        threading.current_thread().name = name
-        try:
-            outcome = partial(settle, future.set_result, call())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            outcome = partial(settle, future.set_exception, error)
-        _idle.append(jobs)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(outcome)
 
-    jobs.put(run)
+def _soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(what)
+
+
+async def in_thread(call: Callable[[], T], *, name: str, timeout_s: float) -> T:
+    """What the call returns or raises. Raises `TimeoutError` after `timeout_s` seconds, and leaves
+    the thread `name` to itself."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    _begin(lambda: partial(_soon, loop, _outcome(call, future)), name)
     async with asyncio.timeout(timeout_s):
         return await future
+
+
+class _Lane:
+    """A thread's place: what it runs now."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Any] | None = None
+        self.until = math.inf  # monotonic seconds when that one's time is up
+        self.left = False  # it was: what comes back then takes nothing more
+
+
+class Threads:
+    """At most so many functions at a time, in the order in which they were asked for.
+
+    A thread that is done with one takes the next without a way through the event loop, which hears
+    of several at once: quick functions cost little more than what they do. Each has its own time,
+    the wait for its turn not counted. One that is late is left to its thread, and another thread
+    takes over.
+    """
+
+    def __init__(self, most: int, *, name: str, timeout_s: float) -> None:
+        """`most` functions run at a time, in threads called `name`, each for `timeout_s` seconds at
+        most."""
+        self._most, self._name, self._timeout_s = most, name, timeout_s
+        self._lock = threading.Lock()  # for all of these:
+        self._waiting: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        self._lanes: set[_Lane] = set()
+        self._ended: list[Callable[[], None]] = []
+        self._told: asyncio.AbstractEventLoop | None = None  # that something has ended
+        self._watching: asyncio.AbstractEventLoop | None = None  # the time; not for threads
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises. Raises `TimeoutError` when it took too long."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        with self._lock:
+            self._waiting.append((function, future))
+        self._start()
+        if self._watching is not loop:
+            self._watching = loop
+            loop.call_later(self._timeout_s, self._look, loop)
+        return await future
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._waiting or len(self._lanes) >= self._most:
+                return
+            lane = _Lane()
+            self._lanes.add(lane)
+        _begin(partial(self._work, lane), self._name)
+
+    def _work(self, lane: _Lane) -> Callable[[], object]:
+        """Take what waits until there is no more; in a thread."""
+        while True:
+            with self._lock:
+                if lane.left or not self._waiting:
+                    self._lanes.discard(lane)
+                    return lambda: None
+                function, future = self._waiting.popleft()
+                lane.future, lane.until = future, time.monotonic() + self._timeout_s
+            if future.done():  # given up before its turn
+                continue
+            outcome, loop = _outcome(function, future), future.get_loop()
+            with self._lock:
+                self._ended.append(outcome)
+                told, self._told = self._told is loop, loop
+            if not told:
+                _soon(loop, self._settle)
+
+    def _settle(self) -> None:
+        with self._lock:
+            ended, self._ended, self._told = self._ended, [], None
+        for outcome in ended:
+            outcome()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up what is late, and look again when the next may be."""
+        now = time.monotonic()
+        with self._lock:
+            late = [lane for lane in self._lanes if lane.until <= now]
+            for lane in late:
+                lane.left = True
+                self._lanes.discard(lane)
+            next_s = min([self._timeout_s, *(lane.until - now for lane in self._lanes)])
+            idle = not self._lanes and not self._waiting
+        for lane in late:
+            if lane.future is not None and not lane.future.done():
+                lane.future.set_exception(TimeoutError())
+            self._start()
+        self._watching = None if idle else loop
+        if not idle:
+            loop.call_later(next_s, self._look, loop)

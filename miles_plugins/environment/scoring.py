@@ -11,10 +11,10 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from miles import ConfigError, EpisodeTimeout, Task, choices, in_thread
+from miles import ConfigError, EpisodeTimeout, Task, Threads, choices
 from miles_plugins.environment.grading import Grader
 from miles_plugins.environment.rewards import REWARDS, SLOW
 
@@ -66,24 +66,21 @@ class Scorer:
         if reward in REWARDS:
             return lambda task, text: REWARDS[reward](text, task)
         function = offered[reward]
-        plain = not inspect.iscoroutinefunction(function)
-        turns = asyncio.Semaphore(processes)
+        threads = Threads(processes, name="reward", timeout_s=timeout_s)
+
+        async def ask(task: Task, text: str) -> Any:
+            if not inspect.iscoroutinefunction(function):
+                return await threads.call(partial(function, text, task))
+            async with asyncio.timeout(timeout_s):
+                return await function(text, task)
 
         async def grade(task: Task, text: str) -> Any:
-            # waiting for a turn is not the reward's time
-            async with turns if plain else nullcontext():
-                try:
-                    if plain:
-                        return await in_thread(
-                            lambda: function(text, task), name="reward", timeout_s=timeout_s
-                        )
-                    async with asyncio.timeout(timeout_s):
-                        return await function(text, task)
-                except TimeoutError as error:
-                    raise EpisodeTimeout(
-                        f"environment {environment}: reward {reward!r} took longer than "
-                        f"{timeout_s:g} s"
-                    ) from error
+            try:
+                return await ask(task, text)
+            except TimeoutError as error:
+                raise EpisodeTimeout(
+                    f"environment {environment}: reward {reward!r} took longer than {timeout_s:g} s"
+                ) from error
 
         return grade
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from miles.threads import in_thread
+from miles.threads import Threads, in_thread
 
 
 def test_in_thread_gives_what_the_call_returns_without_blocking_the_loop() -> None:
@@ -53,7 +53,7 @@ def test_in_thread_that_is_given_up_ends_later_unseen() -> None:
 
 def test_process_exits_without_a_thread_that_was_given_up() -> None:
     code = (
-        "import asyncio, time; from miles.threads import in_thread\n"
+        "import asyncio, time; from miles.threads import Threads, in_thread\n"
         "try: asyncio.run(in_thread(lambda: time.sleep(600), name='stuck', timeout_s=0.05))\n"
         "except TimeoutError: print('given up')"
     )
@@ -77,3 +77,95 @@ def test_in_thread_uses_a_thread_again_but_not_one_that_is_stuck() -> None:
 
     first, second, after = asyncio.run(main())
     assert first == second != after
+
+
+def test_threads_run_in_order_and_give_what_calls_return_or_raise() -> None:
+    ran: list[int] = []
+    threads = Threads(1, name="sums", timeout_s=5)
+
+    async def main() -> list[object]:
+        def call(number: int) -> tuple[int, str]:
+            ran.append(number)
+            return 1 // (number - 3), threading.current_thread().name
+
+        asked = (threads.call(lambda n=number: call(n)) for number in range(6))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for _ in range(2):  # in a second event loop as well
+        ran.clear()
+        found = asyncio.run(main())
+        assert ran == [0, 1, 2, 3, 4, 5]
+        assert isinstance(found.pop(3), ZeroDivisionError)
+        assert found == [(1 // (number - 3), "sums") for number in (0, 1, 2, 4, 5)]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_threads_run_so_many_at_a_time(most: int) -> None:
+    lock, running, seen = threading.Lock(), 0, 0
+
+    def call() -> None:
+        nonlocal running, seen
+        with lock:
+            running += 1
+            seen = max(seen, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+
+    async def main() -> None:
+        threads = Threads(most, name="sums", timeout_s=5)
+        await asyncio.gather(*(threads.call(call) for _ in range(12)))
+
+    asyncio.run(main())
+    assert seen == most
+
+
+def test_threads_count_no_waiting_and_leave_what_is_stuck_behind() -> None:
+    free = threading.Event()
+
+    async def main() -> list[object]:
+        threads = Threads(1, name="sums", timeout_s=0.2)
+        slow = [threads.call(lambda: time.sleep(0.15) or 1) for _ in range(3)]
+        stuck = threads.call(lambda: free.wait(10))
+        return await asyncio.gather(*slow, stuck, threads.call(lambda: 2), return_exceptions=True)
+
+    try:
+        found = asyncio.run(main())
+    finally:
+        free.set()
+    assert isinstance(found.pop(3), TimeoutError) and found == [1, 1, 1, 2]
+
+
+def test_threads_never_begin_what_was_cancelled_before_its_turn() -> None:
+    begun: list[str] = []
+
+    async def main() -> None:
+        threads = Threads(1, name="sums", timeout_s=5)
+        first = asyncio.create_task(threads.call(lambda: time.sleep(0.1) or begun.append("first")))
+        second = asyncio.create_task(threads.call(lambda: begun.append("second")))
+        await asyncio.sleep(0.02)
+        second.cancel()
+        await first
+        await threads.call(lambda: begun.append("third"))
+
+    asyncio.run(main())
+    assert begun == ["first", "third"]
+
+
+def test_threads_bring_quick_results_back_together() -> None:
+    async def main() -> int:
+        threads = Threads(1, name="sums", timeout_s=5)
+        loop = asyncio.get_running_loop()
+        told, tell = 0, loop.call_soon_threadsafe
+
+        def count(*args: object, **more: object) -> object:
+            nonlocal told
+            told += 1
+            return tell(*args, **more)
+
+        loop.call_soon_threadsafe = count
+        blocked = threads.call(lambda: time.sleep(0.05))
+        await asyncio.gather(blocked, *(threads.call(int) for _ in range(500)))
+        return told
+
+    assert asyncio.run(main()) < 250
