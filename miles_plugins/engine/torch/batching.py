@@ -166,6 +166,8 @@ class Batching:
         table = self.table
         rows = np.flatnonzero((table.state != FREE) & ~table.held_back)
         due = table.length[rows] - table.filled[rows]
+        if len(rows) <= self.forward.slots and (due == 1).all():
+            return rows, due
         order = np.lexsort((table.arrival[rows], table.used[rows] * (due == 1), due == 1))
         rows, due = rows[order], due[order]
         room = self.forward.slots - (due.cumsum() - due)  # slots left before each row
@@ -179,44 +181,54 @@ class Batching:
         if not len(rows):
             return []
         self.steps += 1
-        total, ends = int(counts.sum()), counts.cumsum()
+        ends = counts.cumsum()
+        total = int(ends[-1])
         slot_rows = rows.repeat(counts)
         positions = np.arange(total) - (ends - counts - table.filled[rows]).repeat(counts)
+        aligned = total == len(rows) and int(rows.max()) < self.forward.slots <= self.cache.rows
+        at = slot_rows if aligned else np.arange(total)  # the slot of each token
         slots = np.zeros((3, self.forward.slots), np.int64)  # token, row and position of each
         slots[1] = self.cache.rows - 1  # padding has a row of its own
-        slots[:, :total] = table.tokens[slot_rows, positions], slot_rows, positions
+        slots[:, at] = table.tokens[slot_rows, positions], slot_rows, positions
         table.filled[rows] += counts
         table.used[rows] = self.steps
         complete = table.filled[rows] == table.length[rows]
         sampling = complete & (table.state[rows] == SAMPLING)
         scoring = table.state[rows] == SCORING
+        samples, scores = bool(sampling.any()), bool(scoring.any())
         logits_TV = self.forward(
             self.parameters,
             self.cache,
             *self._index(slots),
             longest=int(positions.max()) + 1,
-            head=bool(sampling.any() or scoring.any()),
+            head=samples or scores,
+            aligned=aligned,
         )
         ended: list[Outcome] = []
-        if scoring.any():
-            self._score(logits_TV, slot_rows, positions, scoring.repeat(counts))
+        if scores:
+            self._score(logits_TV, at, slot_rows, positions, scoring.repeat(counts))
             for row in rows[scoring & complete].tolist():
                 ended.append((table.jobs[row], table.scores(row)))
                 table.release(row, step=self.steps)
-        if sampling.any():
-            ended += self._sample(logits_TV, rows[sampling], ends[sampling] - 1)
+        if samples:
+            ended += self._sample(logits_TV, rows[sampling], at[ends[sampling] - 1])
         return ended
 
     def _score(
-        self, logits_TV: torch.Tensor, slot_rows: Array, positions: Array, scored: Array
+        self,
+        logits_TV: torch.Tensor,
+        slots: Array,
+        slot_rows: Array,
+        positions: Array,
+        scored: Array,
     ) -> None:
         """Keep the log-prob of the token after each slot of a scoring row."""
         table = self.table
-        slots = np.flatnonzero(scored & (positions + 1 < table.length[slot_rows]))
-        if not len(slots):
+        scored = scored & (positions + 1 < table.length[slot_rows])
+        if not scored.any():
             return
-        rows, after = slot_rows[slots], positions[slots] + 1
-        logits_SV = logits_TV.index_select(0, self._index(slots))
+        rows, after = slot_rows[scored], positions[scored] + 1
+        logits_SV = logits_TV.index_select(0, self._index(slots[scored]))
         table.logprobs[rows, after] = logprob_of(
             logits_SV, table.tokens[rows, after], table.temperature[rows]
         )
@@ -227,8 +239,10 @@ class Batching:
         if self.leaders:
             rows, slots = self._join_followers(rows, slots)
         at = table.length[rows]
+        if len(slots) < len(logits_TV) or (slots[1:] <= slots[:-1]).any():
+            logits_TV = logits_TV.index_select(0, self._index(slots))
         drawn = draw(
-            logits_TV.index_select(0, self._index(slots)),
+            logits_TV,
             table.rules(rows),
             noise(table.streams[rows], at.astype(np.uint64)),
         )

@@ -219,20 +219,24 @@ class Cache:
         self.key_block = key_block
         self.rows = rows + 1
         blocks = -(-max_len // key_block)
+        self._pitch = decoder.kv_heads * 2 * key_block  # of a row in a block, in vectors
         with torch.inference_mode():
+            at = torch.arange(blocks * key_block, device=device)
+            block = at.div(key_block, rounding_mode="floor")
+            self._vector = block * (self.rows * self._pitch) + at.remainder(key_block)
+            heads = torch.arange(decoder.kv_heads, device=device) * (2 * key_block)
+            self._heads = torch.cat((heads, heads + key_block))  # keys, then values
+            shape = (decoder.kv_heads, 2, key_block, decoder.head_dim)
             self.data = torch.zeros(
-                (
-                    decoder.layers,
-                    blocks,
-                    self.rows,
-                    decoder.kv_heads,
-                    2,
-                    key_block,
-                    decoder.head_dim,
-                ),
-                dtype=dtype,
-                device=device,
+                (decoder.layers, blocks, self.rows, *shape), dtype=dtype, device=device
             )
+
+    @torch.inference_mode()
+    def places(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """(T * 2 kv_heads,) int64: which vectors of a layer, flat, hold each slot's keys and then
+        its values."""
+        first_T = self._vector.index_select(0, positions_T).add_(rows_T, alpha=self._pitch)
+        return (first_T[:, None] + self._heads).view(-1)
 
     @torch.inference_mode()
     def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
@@ -275,8 +279,7 @@ class Forward:
             self.sine = angle.sin().to(device=device, dtype=dtype)
             visible = torch.arange(key_block) < torch.arange(key_block + 1)[:, None]
             self.masks = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(device)
-            heads = torch.arange(decoder.kv_heads, device=device)
-            self.head_offset = heads * 2 * key_block  # (kv_heads,) int64
+            self.eps = torch.tensor(decoder.norm_eps, device=device)
 
     @torch.inference_mode()
     def __call__(
@@ -289,44 +292,43 @@ class Forward:
         *,
         longest: int,
         head: bool = True,
+        aligned: bool = False,
     ) -> torch.Tensor | None:
         """Write keys and values of T slots and return (T, vocab) float32 logits.
 
         T is exactly `slots`; all three are (T,) int64. Positions below a slot's own must be in the
         cache or in this call. `longest` is the largest position plus one; more key blocks than it
-        needs would change nothing. `head=False` skips the logits and returns None.
+        needs would change nothing. `head=False` skips the logits and returns None. `aligned` says
+        that slot i is of row i, or padding: the cache is then read where it lies.
         """
-        decoder, eps = self.decoder, self.decoder.norm_eps
+        decoder = self.decoder
         slots, queries, width = self.slots, decoder.heads, decoder.head_dim
         keys = decoder.kv_heads
         group = queries // keys
         cosine = self.cosine.index_select(0, positions_T)[:, None]  # (T, 1, head_dim)
         sine = self.sine.index_select(0, positions_T)[:, None]  # (T, 1, head_dim / 2)
         masks = [self._mask(positions_T, block) for block in range(-(-longest // self.key_block))]
-        home = positions_T.div(self.key_block, rounding_mode="floor").mul_(cache.rows).add_(rows_T)
-        home = home.mul_(keys * 2 * self.key_block).add_(positions_T.remainder(self.key_block))
-        home = (home[:, None] + self.head_offset).view(-1)  # (T * kv_heads,) rows of the flat cache
-        home_values = home + self.key_block
+        places = cache.places(rows_T, positions_T)
         x = parameters.embedding.index_select(0, tokens_T)  # (T, hidden)
         for index, layer in enumerate(parameters.layers):
-            h = F.linear(self._norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            h = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             h = h.view(slots, queries + 2 * keys, width)
-            rotated = self._rotate(h[:, : queries + keys], layer.qk_norm, cosine, sine)
-            flat = cache.data[index].view(-1, width)
-            flat.index_copy_(0, home, rotated[:, queries:].reshape(-1, width))
-            flat.index_copy_(0, home_values, h[:, queries + keys :].reshape(-1, width))
-            q = rotated[:, :queries].reshape(slots * keys, group, width)
-            mixed = self._attend(q, cache.data[index], rows_T, masks)
+            self._rotate(h[:, : queries + keys], layer.qk_norm, cosine, sine)
+            cache.data[index].view(-1, width).index_copy_(
+                0, places, h[:, queries:].reshape(-1, width)
+            )
+            q = h[:, :queries].reshape(slots * keys, group, width)
+            mixed = self._attend(q, cache.data[index], None if aligned else rows_T, masks)
             mixed = mixed.view(slots, queries * width)
             x = torch.addmm(x, mixed, layer.output.t())
             if layer.output_bias is not None:
                 x = x + layer.output_bias
-            h = F.linear(self._norm(x, layer.mlp_norm, eps), layer.gate_up)
+            h = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up)
             gate, up = h.chunk(2, -1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         if not head:
             return None
-        x = self._norm(x, parameters.norm, eps)
+        x = self._norm(x, parameters.norm)
         return product(x, parameters.head, wide=self.wide).float()
 
     def _mask(self, positions_T: torch.Tensor, block: int) -> torch.Tensor:
@@ -336,10 +338,15 @@ class Forward:
         shape = (self.slots, self.decoder.kv_heads, 1, self.key_block)
         return mask.expand(shape).reshape(-1, 1, self.key_block)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+            return self._unit(x).mul_(weight)
+        return self._unit(x.float()).to(x.dtype) * weight
+
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) over the last axis of float32, in a new tensor."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
 
     def _rotate(
         self,
@@ -347,36 +354,35 @@ class Forward:
         weight: torch.Tensor | None,
         cosine: torch.Tensor,
         sine: torch.Tensor,
-    ) -> torch.Tensor:
-        """Norm (if any) and rotary embedding of (T, heads + kv_heads, head_dim)."""
-        if weight is not None:
-            h = F.rms_norm(h.float(), h.shape[-1:], None, self.decoder.norm_eps).to(h.dtype)
-            h = h.mul_(weight)
+    ) -> None:
+        """Norm (if any) and rotary embedding of (T, heads + kv_heads, head_dim), in place."""
+        straight = h.clone() if weight is None else self._unit(h.float()).to(h.dtype).mul_(weight)
         half = h.shape[-1] // 2
-        rotated = h * cosine
-        rotated[..., :half].addcmul_(h[..., half:], sine, value=-1)
-        rotated[..., half:].addcmul_(h[..., :half], sine)
-        return rotated
+        torch.mul(straight, cosine, out=h)
+        h[..., :half].addcmul_(straight[..., half:], sine, value=-1)
+        h[..., half:].addcmul_(straight[..., :half], sine)
 
     def _attend(
         self,
         q: torch.Tensor,
         cached: torch.Tensor,
-        rows_T: torch.Tensor,
+        rows_T: torch.Tensor | None,
         masks: list[torch.Tensor],
     ) -> torch.Tensor:
         """(T * kv_heads, group, head_dim): softmax attention accumulated over fixed key blocks.
 
         The running rescale of online softmax (Milakov and Gimelshein, 2018): a block that is wholly
         masked for a query multiplies by exp(0) and adds exact zeros, so how many blocks the longest
-        neighbour needs does not show.
+        neighbour needs does not show. Slots are of `rows_T`, without any each of its own number.
         """
         decoder, block = self.decoder, self.key_block
         pairs, width = self.slots * decoder.kv_heads, decoder.head_dim
         q = q.float()
         for index, mask in enumerate(masks):
             # (T * kv_heads, 2 * key_block, head_dim): keys, then values
-            held = cached[index].index_select(0, rows_T).view(pairs, 2 * block, width).float()
+            held = cached[index]
+            held = held[: self.slots] if rows_T is None else held.index_select(0, rows_T)
+            held = held.view(pairs, 2 * block, width).float()
             scores = torch.baddbmm(mask, q, held[:, :block].transpose(1, 2), alpha=self.scale)
             peak = scores.amax(-1, keepdim=True)
             if index == 0:

@@ -19,9 +19,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def mix(values: Array) -> Array:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of uint64 arrays."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
@@ -31,8 +30,7 @@ def noise(streams: Array, positions: Array) -> Array:
     Both are (n,) uint64, `streams` already passed through `mix`; returns (n,) float64. A function
     of the two alone, so a request draws the same whatever else is in the batch.
     """
-    with np.errstate(over="ignore"):
-        state = streams + (positions + np.uint64(1)) * _GOLDEN
+    state = streams + (positions + np.uint64(1)) * _GOLDEN
     return (mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -134,6 +134,40 @@ def test_more_key_blocks_than_needed_change_nothing(tiny):
     assert torch.equal(outputs[0][:6], outputs[1][:6])
 
 
+@pytest.mark.parametrize("shape", ["qwen3", "llama-one-key-head"])
+def test_cache_read_where_it_lies_gives_the_same_bits(make_tiny, shape):
+    tiny = make_tiny(shape)
+    decoder = tiny.model.decoder()
+    kind = {"dtype": torch.float32, "device": torch.device("cpu")}
+    size = {"max_len": 64, "key_block": 8, **kind}
+    weights = fuse(decoder, dict(collect(decoder, tiny.model.engine_name, tiny.weights())), **kind)
+    forward = Forward(decoder, slots=8, **size)
+    caches = {aligned: Cache(decoder, rows=8, **size) for aligned in (False, True)}
+    rows = torch.arange(8)
+    for cache in caches.values():
+        for early in range(3):
+            forward(weights, cache, rows + early, rows, torch.full((8,), early), longest=3)
+    rows[[2, 5]] = 8  # padding
+    for position in range(19):
+        positions = torch.where(rows == 8, 0, position + rows // 3)
+        gathered, read = (
+            forward(weights, cache, 3 * rows + position, rows, positions, longest=22, aligned=how)
+            for how, cache in caches.items()
+        )
+        assert torch.equal(gathered[rows < 8], read[rows < 8])
+    assert torch.equal(caches[False].data[:, :, :8], caches[True].data[:, :, :8])
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_unit_is_the_root_mean_square_norm_in_float64(tiny, scale):
+    size = {"max_len": 8, "key_block": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    forward = Forward(tiny.model.decoder(), slots=4, **size)
+    x = torch.linspace(-2.0, 3.0, 2 * 3 * 24).sin_().view(2, 3, 24) * scale
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + tiny.model.decoder().norm_eps).sqrt()
+    assert torch.allclose(forward._unit(x).double(), exact, rtol=1e-6, atol=0)
+
+
 def test_collect_names_every_fault(tiny):
     decoder, weights = tiny.model.decoder(), dict(tiny.weights())
     del weights["model.norm.weight"]
