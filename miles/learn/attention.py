@@ -192,13 +192,22 @@ def _attend(
     q_SKGQD = (q_SQHD * scale).view(S, Q, K, G, D).permute(0, 2, 3, 1, 4)
     q, k, v = q_SKGQD.reshape(S, K, G * Q, D), k_SLKD.transpose(1, 2), v_SLKD.transpose(1, 2)
     scores = torch.matmul(q, k.transpose(2, 3))  # (S, K, G × Q, L)
-    if bucket.at is None:
-        scores.add_(_hidden(L, window, query.device).repeat(G, 1))
-    else:
-        scores.add_(_hidden_at(bucket.at, L, window).repeat(1, G, 1)[:, None])
+    scores.add_(_mask(bucket, G, window, query.device))
     work = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     out = torch.matmul(scores.softmax(-1, dtype=work).to(v.dtype), v)
     return out.view(S, K, G, Q, D).permute(0, 3, 1, 2, 4).reshape(S * Q, H, D)
+
+
+def _mask(bucket: Bucket, groups: int, window: int | None, device: torch.device) -> Tensor:
+    """What is added to a bucket's (S, K, groups × Q, L) scores, made once for all layers."""
+    key = groups, window
+    if key not in bucket.masks:
+        if bucket.at is None:
+            bucket.masks[key] = _hidden(bucket.width, window, device).repeat(groups, 1)
+        else:
+            hidden_SQL = _hidden_at(bucket.at, bucket.width, window)
+            bucket.masks[key] = hidden_SQL.repeat(1, groups, 1)[:, None]
+    return bucket.masks[key]
 
 
 @functools.lru_cache(maxsize=64)

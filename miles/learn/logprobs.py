@@ -144,17 +144,21 @@ class _Running:
         self.sum_r: Any = 0.0
         self.dot_r: Any = 0.0
 
-    def add(self, logits_rv: Tensor, *, dot: bool) -> None:
+    def add(self, logits_rv: Tensor, *, dot: bool) -> Tensor:
+        """Take in a slice; its exponentials below the highest so far, in the slice's own place
+        unless `dot` asks for the mean."""
         high_r = logits_rv.amax(1)
         if self.top_r is not None:
             high_r = torch.maximum(self.top_r, high_r)
             shrink_r = (self.top_r - high_r).exp_()
             self.sum_r, self.dot_r = self.sum_r * shrink_r, self.dot_r * shrink_r
-        powers_rv = (logits_rv - high_r[:, None]).exp_()
+        below_rv = logits_rv - high_r[:, None] if dot else logits_rv.sub_(high_r[:, None])
+        powers_rv = below_rv.exp_()
         self.top_r = high_r
         self.sum_r = self.sum_r + powers_rv.sum(1)
         if dot:
             self.dot_r = self.dot_r + torch.linalg.vecdot(powers_rv, logits_rv)
+        return powers_rv
 
     def join(self, high_r: Tensor, sum_r: Tensor, dot_r: Tensor) -> None:
         """Take in a slice that was summed up elsewhere, below its own highest."""
@@ -186,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
         mean_R = hidden_RH.new_zeros(len(hidden_RH), dtype=work)  # expected logit
         picked_R = hidden_RH.new_zeros(len(hidden_RH), dtype=work)  # the target's logit
         blocks = _tiles(len(hidden_RH), len(head_VH), tile)
-        kept = None
+        kept, kept_sum_R = None, None  # of a single tile: logits with entropy, else exponentials
         for r, across in blocks:
             running = _Running()
             for v in across:
@@ -199,14 +203,14 @@ class _TokenLogprobs(torch.autograd.Function):
                     continue
                 logits_rv = _logits(hidden_RH[r], head_VH[v], scale, wide)
                 picked_R[r] += logits_rv.gather(1, column_r1)[:, 0].mul_(inside_r)
-                running.add(logits_rv, dot=entropy)
+                powers_rv = running.add(logits_rv, dot=entropy)
                 if len(blocks) == len(across) == 1:
-                    kept = logits_rv
+                    kept, kept_sum_R = (logits_rv if entropy else powers_rv), running.sum_r
             if running.top_r is not None:
                 total_R[r] = running.top_r + running.sum_r.log()
                 mean_R[r] = running.dot_r / running.sum_r
         ctx.scale, ctx.entropy, ctx.tile, ctx.fused, ctx.wide = scale, entropy, tile, fused, wide
-        ctx.save_for_backward(hidden_RH, head_VH, targets_R, total_R, mean_R, kept)
+        ctx.save_for_backward(hidden_RH, head_VH, targets_R, total_R, mean_R, kept, kept_sum_R)
         entropy_R = total_R - mean_R
         if not entropy:
             ctx.mark_non_differentiable(entropy_R)
@@ -217,7 +221,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_R: Tensor, grad_entropy_R: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
-        hidden_RH, head_VH, targets_R, total_R, mean_R, kept = ctx.saved_tensors
+        hidden_RH, head_VH, targets_R, total_R, mean_R, kept, kept_sum_R = ctx.saved_tensors
         want_hidden, want_head = ctx.needs_input_grad[:2]
         # Sums over tiles are kept in the type of the log-probs: many small bfloat16 parts would
         # lose bits.
@@ -232,6 +236,8 @@ class _TokenLogprobs(torch.autograd.Function):
                         product(hidden_RH[r], head_VH[v], wide=ctx.wide), total_R[r], mean_R[r],
                         grad_R[r], entropy_r, column_r1, inside_r, ctx.scale,
                     ).to(hidden_RH.dtype)  # fmt: skip
+                elif kept is not None and not ctx.entropy:
+                    grad_rv = kept * (grad_R / kept_sum_R).neg_()[:, None]
                 else:
                     logits_rv = kept
                     if logits_rv is None:
@@ -246,6 +252,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     else:
                         grad_rv.mul_(grad_R[r, None].neg())
                     del logits_rv
+                if not ctx.fused:
                     grad_rv.scatter_add_(1, column_r1, (grad_R[r] * inside_r)[:, None])
                     if ctx.scale != 1.0:
                         grad_rv.mul_(ctx.scale)

@@ -166,6 +166,8 @@ class Bucket:
     at: Tensor | None = None
     """(S, Q) int64: each query's position in its sample; None when query and key positions are the
     same."""
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+    """What attention derives from these once and uses in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
