@@ -272,9 +272,9 @@ class Worker:
     ) -> tuple[Tensor, Tensor | None]:
         ids = tokens.tokens[piece.index].astype(np.int64)
         return self.policy(
-            self._tensor(ids[piece.packing.source])[None],
+            self._tensor(ids[piece.source])[None],
             piece.packing,
-            self._tensor(piece.packing.place[rows - 1]),
+            self._tensor(piece.before[rows]),
             self._tensor(ids[rows]),
             self.temperature,
             entropy,

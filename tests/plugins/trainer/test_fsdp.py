@@ -110,14 +110,35 @@ def test_sharing_prompts_changes_nothing_but_rounding(make_trainer, make_batch, 
     trainers = [
         make_trainer(share_prompts=share, micro_batch_tokens=budget) for share in (True, False)
     ]
-    packed = [sum(len(p.packing.source) for p in t._worker._pieces(tokens)) for t in trainers]
-    assert packed[0] < packed[1] == len(tokens.tokens)
+    packed = [sum(len(p.source) for p in t._worker._pieces(tokens)) for t in trainers]
+    # nothing comes after a sample's last token, which is therefore never computed
+    assert packed[0] < packed[1] == len(tokens.tokens) - len(tokens.lengths)
     one, two = (t.logprobs(tokens, "current") for t in trainers)
     np.testing.assert_allclose(one, two, atol=1e-5)
     a, b = (t.step(make_batch(tokens=tokens)).metrics for t in trainers)
     assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-6)
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
     assert a["tokens/trained"] == b["tokens/trained"]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_shortest_samples_have_plain_logprobs(make_trainer, share):
+    """A lone token, a prompt with nothing after it, and longer samples that begin with it."""
+    prompt = np.arange(5, dtype=np.int32) + 40
+    rows = [prompt[:1], prompt, np.append(prompt, 7), np.append(prompt, [8, 9, 10, 11]), prompt[:1]]
+    lengths = np.array([len(row) for row in rows])
+    flat = flatten([make_sample(1, int(lengths.sum()) - 1, seed=0)])
+    places = np.concatenate([np.arange(n) for n in lengths])
+    tokens = replace(
+        flat,
+        tokens=np.concatenate(rows).astype(np.int32),
+        lengths=lengths.astype(flat.lengths.dtype),
+        sampled=places >= len(prompt),
+        trainable=places >= len(prompt),
+    )
+    trainer = make_trainer(share_prompts=share)
+    expected = plain_logprobs(hugging_face(trainer), tokens).detach().numpy()
+    np.testing.assert_allclose(trainer.logprobs(tokens, "current"), expected, atol=2e-5)
 
 
 def test_activation_checkpointing_changes_nothing(make_trainer, make_batch):
