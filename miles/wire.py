@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -127,18 +127,29 @@ def _wrap(value: Any) -> Any:
         return value
     if (code := _CODES.get(kind)) is not None:
         return msgspec.msgpack.Ext(code, _encoder.encode(value))
+    if kind is list or kind is tuple:
+        return _wrap_all(value)
+    if kind is dict:
+        return _wrap_values(value)
     if is_dataclass(value):
         raise TypeError(f"wire: a {kind.__name__} cannot cross a process")
     if isinstance(value, list | tuple):
-        return [_wrap(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _wrap(item) for key, item in value.items()}
-    return value
+        return _wrap_all(value)
+    return _wrap_values(value) if isinstance(value, Mapping) else value
 
 
-def _frame(value: Any) -> bytes:
+def _wrap_all(values: Iterable[Any]) -> list[Any]:
+    # most items need nothing, and a call costs more than the question
+    return [item if type(item) in _AS_IT_IS else _wrap(item) for item in values]
+
+
+def _wrap_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {k: item if type(item) in _AS_IT_IS else _wrap(item) for k, item in values.items()}
+
+
+def _frame(value: Sequence[Any]) -> bytes:
     """`encode` for the calls and answers of a connection: a short list whose items are wrapped."""
-    return _encoder.encode([_wrap(item) for item in value])
+    return _encoder.encode(_wrap_all(value))
 
 
 def encode(value: Any) -> bytes:

@@ -7,7 +7,7 @@ reasoning, images or other markups.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,10 @@ from miles_plugins.tito import toolwords
 
 END_OF_TEXT, TURN_START, TURN_END = 256, 257, 258
 _SPECIAL = {END_OF_TEXT: "<|endoftext|>", TURN_START: "<|im_start|>", TURN_END: "<|im_end|>"}
+_BYTES = {byte: bytes((byte,)) for byte in range(256)} | {
+    k: v.encode() for k, v in _SPECIAL.items()
+}
+_UNKNOWN = "\ufffd".encode()
 
 
 def _ids(data: bytes) -> Array:
@@ -77,7 +81,7 @@ class Bytes:
         try:
             return bytes(ids).decode("utf-8", "replace")
         except ValueError:  # an id that is no byte
-            return b"".join(_bytes_of(ids)).decode("utf-8", "replace")
+            return b"".join([_BYTES.get(i, _UNKNOWN) for i in ids]).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Array:
         """(tokens,) int32 of the conversation so far, the assistant's turn open; `tools` are told
@@ -168,14 +172,6 @@ def _said(message: Message, index: int) -> str:
     return text + "".join(
         toolwords.call_text(call, index) for call in message.get("tool_calls") or ()
     )
-
-
-def _bytes_of(ids: Iterable[int]) -> Iterable[bytes]:
-    for token in ids:
-        if 0 <= token < END_OF_TEXT:
-            yield token.to_bytes(1, "little")
-        else:
-            yield _SPECIAL.get(token, "\ufffd").encode()
 
 
 def _byte_names() -> list[str]:
