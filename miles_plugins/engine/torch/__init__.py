@@ -77,7 +77,8 @@ class Torch:
         import torch
 
         from miles_plugins.engine.torch.batching import Batching
-        from miles_plugins.engine.torch.decoder import Cache, Forward
+        from miles_plugins.engine.torch.cache import Cache
+        from miles_plugins.engine.torch.decoder import Forward
         from miles_plugins.engine.torch.table import Table
         from miles_plugins.engine.torch.taking import size
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from miles import Array, EngineError
-from miles_plugins.engine.torch.decoder import Cache, Forward, Parameters
+from miles_plugins.engine.torch.cache import Cache
+from miles_plugins.engine.torch.decoder import Forward, Parameters
 from miles_plugins.engine.torch.sampling import draw, logprob_of, noise
 from miles_plugins.engine.torch.table import FREE, SAMPLING, SCORING, Job, Outcome, Table
 

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from miles import Decoder, WeightSyncError
 from miles.learn.logprobs import product
+from miles_plugins.engine.torch.cache import Cache
 
-__all__ = ["Cache", "Forward", "Layer", "Parameters", "collect", "fuse", "moved", "wanted"]
+__all__ = ["Forward", "Layer", "Parameters", "collect", "fuse", "moved", "wanted"]
 
 
 def wanted(decoder: Decoder) -> dict[str, tuple[int, ...]]:
@@ -197,60 +198,6 @@ def moved(parameters: Parameters, device: torch.device | str) -> Parameters:
     )
 
 
-class Cache:
-    """Keys and values of every row, in blocks of positions; one row more than asked for, for
-    padding.
-
-    `data` is (layers, blocks, rows + 1, kv_heads, 2, key_block, head_dim): a block of one row and
-    head is contiguous, keys then values, so gathering rows copies long runs. It starts as zeros,
-    because a masked key is multiplied by an exact 0 and must therefore be finite.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        rows: int,
-        max_len: int,
-        key_block: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.key_block = key_block
-        self.rows = rows + 1
-        blocks = -(-max_len // key_block)
-        self._pitch = decoder.kv_heads * 2 * key_block  # of a row in a block, in vectors
-        with torch.inference_mode():
-            at = torch.arange(blocks * key_block, device=device)
-            block = at.div(key_block, rounding_mode="floor")
-            self._vector = block * (self.rows * self._pitch) + at.remainder(key_block)
-            heads = torch.arange(decoder.kv_heads, device=device) * (2 * key_block)
-            self._heads = torch.cat((heads, heads + key_block))  # keys, then values
-            shape = (decoder.kv_heads, 2, key_block, decoder.head_dim)
-            self.data = torch.zeros(
-                (decoder.layers, blocks, self.rows, *shape), dtype=dtype, device=device
-            )
-
-    @torch.inference_mode()
-    def places(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """(T * 2 kv_heads,) int64: which vectors of a layer, flat, hold each slot's keys and then
-        its values."""
-        first_T = self._vector.index_select(0, positions_T).add_(rows_T, alpha=self._pitch)
-        return (first_T[:, None] + self._heads).view(-1)
-
-    @torch.inference_mode()
-    def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of rows `sources` to rows `targets`, (n,) int64
-        each."""
-        view = self.data[:, : -(-length // self.key_block)]
-        view.index_copy_(2, targets, view.index_select(2, sources))
-
-    @torch.inference_mode()
-    def clear(self) -> None:
-        """Zero everything, after numbers that were not finite may have been written."""
-        self.data.zero_()
-
-
 class Forward:
     """Logits of a fixed number of token slots, each one (row, position, token)."""
 
@@ -314,11 +261,9 @@ class Forward:
             h = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             h = h.view(slots, queries + 2 * keys, width)
             self._rotate(h[:, : queries + keys], layer.qk_norm, cosine, sine)
-            cache.data[index].view(-1, width).index_copy_(
-                0, places, h[:, queries:].reshape(-1, width)
-            )
+            cache.write(index, places, h[:, queries:].reshape(-1, width))
             q = h[:, :queries].reshape(slots * keys, group, width)
-            mixed = self._attend(q, cache.data[index], None if aligned else rows_T, masks)
+            mixed = self._attend(q, cache, index, None if aligned else rows_T, masks)
             mixed = mixed.view(slots, queries * width)
             x = torch.addmm(x, mixed, layer.output.t())
             if layer.output_bias is not None:
@@ -357,15 +302,16 @@ class Forward:
     ) -> None:
         """Norm (if any) and rotary embedding of (T, heads + kv_heads, head_dim), in place."""
         straight = h.clone() if weight is None else self._unit(h.float()).to(h.dtype).mul_(weight)
-        half = h.shape[-1] // 2
         torch.mul(straight, cosine, out=h)
-        h[..., :half].addcmul_(straight[..., half:], sine, value=-1)
-        h[..., half:].addcmul_(straight[..., :half], sine)
+        (left, right), (first, second) = straight.chunk(2, -1), h.chunk(2, -1)
+        first.addcmul_(right, sine, value=-1)
+        second.addcmul_(left, sine)
 
     def _attend(
         self,
         q: torch.Tensor,
-        cached: torch.Tensor,
+        cache: Cache,
+        layer: int,
         rows_T: torch.Tensor | None,
         masks: list[torch.Tensor],
     ) -> torch.Tensor:
@@ -375,25 +321,20 @@ class Forward:
         masked for a query multiplies by exp(0) and adds exact zeros, so how many blocks the longest
         neighbour needs does not show. Slots are of `rows_T`, without any each of its own number.
         """
-        decoder, block = self.decoder, self.key_block
-        pairs, width = self.slots * decoder.kv_heads, decoder.head_dim
         q = q.float()
         for index, mask in enumerate(masks):
-            # (T * kv_heads, 2 * key_block, head_dim): keys, then values
-            held = cached[index]
-            held = held[: self.slots] if rows_T is None else held.index_select(0, rows_T)
-            held = held.view(pairs, 2 * block, width).float()
-            scores = torch.baddbmm(mask, q, held[:, :block].transpose(1, 2), alpha=self.scale)
+            keys, values = cache.read(layer, index, rows_T, slots=self.slots)
+            scores = torch.baddbmm(mask, q, keys.float(), alpha=self.scale)
             peak = scores.amax(-1, keepdim=True)
             if index == 0:
                 weights = scores.sub_(peak).exp_()
                 total, mixed, top = weights.sum(-1, keepdim=True), None, peak
-                mixed = torch.bmm(weights, held[:, block:])
+                mixed = torch.bmm(weights, values.float())
                 continue
             peak = torch.maximum(top, peak)
             weights = scores.sub_(peak).exp_()
             fade = (top - peak).exp_()
             total = total.mul_(fade).add_(weights.sum(-1, keepdim=True))
-            mixed = mixed.mul_(fade).add_(torch.bmm(weights, held[:, block:]))
+            mixed = mixed.mul_(fade).add_(torch.bmm(weights, values.float()))
             top = peak
         return mixed.div_(total).to(self.dtype)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from miles import Settings, WeightSyncError
-from miles_plugins.engine.torch.decoder import Cache, Forward, collect, fuse, wanted
+from miles_plugins.engine.torch.cache import Cache
+from miles_plugins.engine.torch.decoder import Forward, collect, fuse, wanted
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "qwen3-untied", "llama", "llama-one-key-head"])
