@@ -92,21 +92,37 @@ def packed_attention(
     Dropout is never applied: rollout has none, and log-probs must agree with it. Raises
     `ValueError` for features that would change the result and are not computed here: soft-capped
     scores and attention sinks. Queries and keys that were rotated in a finer type than the values'
-    are rounded to it here.
+    are rounded to it here. Where ranks share the row, T are this rank's tokens, in and out.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention has no soft cap and no sinks")
     scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
     query_1HTD, key_1KTD = (x.to(value_1KTD.dtype) for x in (query_1HTD, key_1KTD))
+    if packing.split is None:
+        return _whole(packing, query_1HTD, key_1KTD, value_1KTD, scale, sliding_window), None
+    query, key, value = map(packing.split.to_heads, (query_1HTD, key_1KTD, value_1KTD))
+    out_1THD = _whole(packing, query, key, value, scale, sliding_window)
+    return packing.split.to_tokens(out_1THD), None
+
+
+def _whole(
+    packing: Layout,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`packed_attention` of a row that is all here."""
     if packing.stretches is not None:
         kernel = kernels.flex if packing.way == "flex" else kernels.varlen
         out_THD = kernel(
             *_unpadded(packing.stretches, query_1HTD, key_1KTD, value_1KTD),
             packing.stretches,
             scale,
-            sliding_window,
+            window,
         )
-        return out_THD[None], None
+        return out_THD[None]
     # (T, heads, D): rows of tokens, as the projections made them
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if packing.pick is not None:
@@ -126,11 +142,11 @@ def packed_attention(
         strict=True,
     )
     with kernels.first_cudnn() if packing.way == "cudnn" else nullcontext():
-        done = [_attend(bucket, q, k, v, scale, sliding_window) for bucket, q, k, v in parts]
+        done = [_attend(bucket, q, k, v, scale, window) for bucket, q, k, v in parts]
     out_PHD = done[0] if len(done) == 1 else torch.cat(done)
     if packing.pick is not None:
         out_PHD = _Collect.apply(out_PHD, packing.pick)  # type: ignore[no-untyped-call]
-    return out_PHD[None], None
+    return out_PHD[None]
 
 
 def _unpadded(

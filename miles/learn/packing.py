@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.learn.sequence_split import Split
+
 __all__ = [
     "Bucket",
     "Layout",
@@ -218,6 +220,8 @@ class Layout:
     """How attention is computed: a name of `attention.choose_attention`."""
     stretches: Stretches | None = None
     """Instead of buckets, for ways that need no padding."""
+    split: Split | None = None
+    """How ranks share the row; `positions` are then this rank's. None where one has it all."""
 
 
 def _prompts_apart(

@@ -6,7 +6,7 @@ Torch is imported only when a trainer is built; what it does is in `worker`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +59,9 @@ class Fsdp:
         """Groups of ranks that hold the whole model each; inside a group it is sharded. `workers`
         is a multiple of it."""
         context_parallel: int = 1
-        """Ranks that share a sequence; only 1, since torch's context parallelism cannot take packed
-        samples."""
+        """Ranks that share each micro-batch, for samples too long for one: by tokens, and in
+        attention by heads, of which there must be a multiple. A rank then holds
+        `micro_batch_tokens`, or its part of a longer sample. `workers` is a multiple of it."""
         balance: Literal["flops", "tokens"] = "flops"
         """What ranks get an equal share of: model FLOPs, in which long samples cost more, or
         tokens."""
@@ -111,7 +112,9 @@ class Fsdp:
             return faults
         from miles_plugins.trainer.fsdp.room import faults as lacking
 
-        return lacking(config, planned)
+        model = planned.built.get("model")
+        shared = [] if model is None else sharing_faults(config, model.hf_config())
+        return [*shared, *lacking(config, planned)]
 
     @classmethod
     def _value_faults(cls, config: Config) -> list[str]:
@@ -141,11 +144,10 @@ class Fsdp:
                     f"replicas ({config.replicas}) must divide workers ({config.workers})",
                 ),
                 (
-                    config.context_parallel != 1,
-                    f"context_parallel is {config.context_parallel}, and only 1 is possible: "
-                    "torch's context_parallel splits one sequence a row and takes no mask, so it "
-                    "cannot serve packed samples; use more workers and activation_checkpointing "
-                    "for long ones",
+                    config.context_parallel < 1
+                    or config.workers % max(1, config.context_parallel) != 0,
+                    f"context_parallel ({config.context_parallel}) must divide workers "
+                    f"({config.workers})",
                 ),
                 (
                     config.device == "cpu" and config.attention in ("cudnn", "varlen", "flex"),
@@ -175,6 +177,8 @@ class Fsdp:
             raise ConfigError(f"trainer fsdp: {'; '.join(faults)}")
         if context.model is None or context.precision is None:
             raise ConfigError("trainer fsdp: needs a model and a precision recipe")
+        if faults := sharing_faults(config, context.model.hf_config()):
+            raise ConfigError(f"trainer fsdp: {'; '.join(faults)}")
         from miles_plugins.trainer.fsdp.worker import Worker
 
         self._worker = Worker(config, context)
@@ -219,3 +223,26 @@ class Fsdp:
     def wake(self) -> None:
         """Move everything back, bit for bit."""
         self._worker.wake()
+
+
+def sharing_faults(config: Fsdp.Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Why a model's attention cannot be shared by `context_parallel` ranks."""
+    ranks = config.context_parallel
+    if ranks == 1:
+        return []
+    shape = hf_config.get("text_config") or hf_config
+    heads = int(shape.get("num_attention_heads") or 0)
+    keys = int(shape.get("num_key_value_heads") or heads)
+    head = f"context_parallel is {ranks}, but "
+    if heads % ranks:
+        return [f"{head}the model has {heads} attention heads, no multiple of it"]
+    if keys % ranks and ranks % keys:
+        return [f"{head}the model has {keys} key heads, neither a multiple nor a divisor of it"]
+    scaling = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind in ("dynamic", "longrope"):
+        return [
+            f"{head}the model's positions ({kind}) depend on the longest sample of a row, which "
+            "a rank with a part of it does not see"
+        ]
+    return []

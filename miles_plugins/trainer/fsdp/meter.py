@@ -40,7 +40,7 @@ class Meter:
         """A forward and backward pass was made, with `rows` tokens through the head."""
         if self._on and not piece.idle:
             self._flops += self._cost.train(piece.work(rows))
-            self._tokens += len(piece.index)
+            self._tokens += len(piece.index) / self._ranks.sharing
 
     def end(self, streamed: Streamed | None) -> dict[str, float]:
         """Metrics of the step; every rank has to ask."""

@@ -6,13 +6,14 @@ The plan is the same in every rank, and nothing is computed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from miles import Array, Tokens
 from miles.learn.attention import SHORT
 from miles.learn.packing import Layout, layout, micro_batches, prompt_families, shares, token_index
+from miles.learn.sequence_split import Split
 from miles_plugins.trainer.fsdp.ranks import Ranks
 from miles_plugins.trainer.fsdp.speed import Cost, Work
 
@@ -37,10 +38,32 @@ class Piece:
     positions: Array
     """(tokens,) int64: each token's position in its sample."""
 
+    @property
+    def split(self) -> Split | None:
+        """How ranks share its row."""
+        return self.packing.split
+
+    @property
+    def ids(self) -> Array:
+        """(t,) int64: which of its tokens this rank computes."""
+        return self.source if self.split is None else self.source[self.split.own]
+
+    def own(self, rows: Array) -> Array:
+        """Those of `rows`, tokens to be predicted, that this rank predicts."""
+        if self.split is None:
+            return rows
+        at, own = self.before[rows], self.split.own
+        return rows[(at >= own.start) & (at < own.stop)]
+
+    def at(self, rows: Array) -> Array:
+        """Where in this rank's part of the row the tokens before `rows` are."""
+        return self.before[rows] - (0 if self.split is None else self.split.own.start)
+
     def work(self, rows: int) -> Work:
-        """What a pass over it computes, with `rows` tokens through the head."""
+        """What this rank computes of a pass over it, with `rows` tokens through the head."""
         seen = self.positions[self.source] + 1
-        return Work(len(seen), int(seen.sum()), rows)
+        ranks = 1 if self.split is None else self.split.ranks
+        return Work(len(seen) / ranks, int(seen.sum()) / ranks, rows)
 
 
 def pieces(
@@ -52,8 +75,9 @@ def pieces(
     way: str,
     cost: Cost | None,
 ) -> Iterator[Piece]:
-    """This rank's micro-batches of at most `budget` tokens, as many as any rank has: in FSDP all
-    gather and reduce together. Samples are dealt by `cost`, by their tokens without one."""
+    """This rank's micro-batches of at most `budget` tokens a rank, as many as any rank has: in FSDP
+    all gather and reduce together. Samples are dealt by `cost`, by their tokens without one; ranks
+    that share rows have the same ones."""
     lengths_S = tokens.lengths
     families_S, prompts_S = prompt_families(tokens.tokens, lengths_S, tokens.sampled)
     if not share_prompts:
@@ -62,10 +86,11 @@ def pieces(
     shortest_S = np.array(computed_S, np.int64)
     np.minimum.at(shortest_S, families_S, computed_S)
     prompts_S = np.minimum(prompts_S, shortest_S[families_S])
-    costs_S = None if cost is None or ranks.world == 1 else cost.of_samples(lengths_S)
-    dealt = shares(lengths_S, ranks.world, costs_S)
+    costs_S = None if cost is None or ranks.teams == 1 else cost.of_samples(lengths_S)
+    dealt = shares(lengths_S, ranks.teams, costs_S)
+    budget *= ranks.sharing
     cut = [micro_batches(lengths_S[own], budget, families_S[own]) for own in dealt]
-    own, mine = dealt[ranks.rank], cut[ranks.rank]
+    own, mine = dealt[ranks.team], cut[ranks.team]
     idle = max(map(len, cut)) - len(mine)
     shortest = np.argmin(lengths_S, keepdims=True)
     for samples in (*(own[chosen] for chosen in mine), *[shortest] * idle):
@@ -82,6 +107,9 @@ def pieces(
         computed = np.flatnonzero(positions < np.repeat(computed_S[samples], lengths))
         before = np.zeros(len(positions) + 1, np.int64)
         before[computed + 1] = packing.place
+        if ranks.sharers is not None:
+            split = Split.of(packing.positions.shape[1], ranks.sharers)
+            packing = replace(packing, split=split, positions=packing.positions[:, split.own])
         yield Piece(
             index=token_index(lengths_S, samples),
             packing=packing,

@@ -39,6 +39,20 @@ class Ranks:
     """Where this one computes."""
     mesh: DeviceMesh | None
     """All of them in one dimension, or replicas × shards in two; None when alone."""
+    sharing: int = 1
+    """How many share a row of tokens: neighbours by rank."""
+    sharers: Any = None
+    """Their process group; None when nobody shares."""
+
+    @property
+    def teams(self) -> int:
+        """Groups of ranks that have rows of their own."""
+        return self.world // self.sharing
+
+    @property
+    def team(self) -> int:
+        """This one's."""
+        return self.rank // self.sharing
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place, the same in every rank."""
@@ -56,10 +70,13 @@ class Ranks:
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told]
 
 
-def join(context: Context, device: str, *, replicas: int = 1, offload: bool = False) -> Ranks:
+def join(
+    context: Context, device: str, *, replicas: int = 1, offload: bool = False, sharing: int = 1
+) -> Ranks:
     """Become one of `context.world` ranks, meeting at `context.master`: a host and port, or a file.
 
-    With `replicas`, that many groups of ranks hold the whole model each. With `offload`, numbers on
+    With `replicas`, that many groups of ranks hold the whole model each; with `sharing`, that many
+    neighbours share each row of tokens. With `offload`, numbers on
     the CPU are added up too, and a single rank gets a group of its own, since FSDP offloads no
     other way. Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when
     the ranks cannot meet.
@@ -98,7 +115,16 @@ def join(context: Context, device: str, *, replicas: int = 1, offload: bool = Fa
         mesh = init_device_mesh(where.type, sizes, mesh_dim_names=("replica", "shard"))
     else:
         mesh = init_device_mesh(where.type, (context.world,))
-    return Ranks(context.rank, context.world, where, mesh)
+    return Ranks(context.rank, context.world, where, mesh, sharing, _sharers(context, sharing))
+
+
+def _sharers(context: Context, sharing: int) -> Any:
+    """The group of those that share this rank's rows; every rank makes every group."""
+    if sharing == 1:
+        return None
+    firsts = range(0, context.world, sharing)
+    made = [dist.new_group(range(f, f + sharing), timeout=_timeout(context)) for f in firsts]
+    return made[context.rank // sharing]
 
 
 def _leave() -> None:

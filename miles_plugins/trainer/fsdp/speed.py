@@ -43,9 +43,9 @@ def peak_tflops(device_name: str) -> float | None:
 class Work(NamedTuple):
     """What a pass computes."""
 
-    tokens: int
+    tokens: float
     """Tokens through the blocks."""
-    pairs: int
+    pairs: float
     """(query, key) pairs that attention scores, in a layer without a window."""
     rows: int
     """Tokens through the output head."""

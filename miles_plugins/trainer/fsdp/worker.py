@@ -51,7 +51,11 @@ class Worker:
             torch.set_num_threads(config.threads)
         self.config, self.context = config, context
         self.ranks = join(
-            context, config.device, replicas=config.replicas, offload=config.offload_parameters
+            context,
+            config.device,
+            replicas=config.replicas,
+            offload=config.offload_parameters,
+            sharing=config.context_parallel,
         )
         self._gpu = self.ranks.device.type == "cuda"
         if not self._gpu:
@@ -168,6 +172,7 @@ class Worker:
         comparable_T = mismatch.comparable(batch.tokens, self.version)
         for piece in self._pieces(batch.tokens):
             rows = np.flatnonzero(rows_T[piece.index]) if not piece.idle else np.zeros(0, np.int64)
+            rows = piece.own(rows)
             if not len(rows) and self.ranks.world == 1:
                 continue
             flat = piece.index[rows]  # (rows,) int64: places in the batch
@@ -272,9 +277,9 @@ class Worker:
     ) -> tuple[Tensor, Tensor | None]:
         ids = tokens.tokens[piece.index].astype(np.int64)
         return self.policy(
-            self._tensor(ids[piece.source])[None],
+            self._tensor(ids[piece.ids])[None],
             piece.packing,
-            self._tensor(piece.before[rows]),
+            self._tensor(piece.at(rows)),
             self._tensor(ids[rows]),
             self.temperature,
             entropy,
@@ -311,7 +316,7 @@ class Worker:
         rows_T = np.ones(len(tokens.tokens), np.bool_)
         rows_T[np.cumsum(tokens.lengths) - tokens.lengths] = False
         for piece in self._pieces(tokens):
-            rows = np.flatnonzero(rows_T[piece.index])
+            rows = piece.own(np.flatnonzero(rows_T[piece.index]))
             logprobs, _ = self._forward(tokens, piece, rows, False)
             if not piece.idle:
                 found_T[self._tensor(piece.index[rows])] = logprobs.float()

@@ -107,6 +107,26 @@ def test_two_ranks_with_memory_elsewhere_or_replicas_equal_two_that_shard(tmp_pa
                 compare(name, found[name], value, "bf16")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "precision", "fields"),
+    [
+        (2, "fp32", {"context_parallel": 2}),
+        (2, "bf16", {"context_parallel": 2, "share_prompts": False}),
+        (4, "fp32", {"context_parallel": 4}),
+        (4, "fp32", {"context_parallel": 2, "replicas": 2, "optimizer_state": "host"}),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_samples_equal_one(tmp_path, world, precision, fields):
+    """By tokens, and in attention by heads; four ranks have more than there are key heads."""
+    alone = run_alone(tmp_path, precision, "cpu")
+    for found in run(tmp_path, world, precision, "cpu", json.dumps(fields)):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            compare(name, found[name], value, precision)
+
+
 def test_ranks_that_cannot_meet_say_where(tmp_path):
     hurried = Settings(worker_timeout_s=1)
     around = context(tmp_path, settings=hurried, rank=1, world=2, master="127.0.0.1:9")
