@@ -43,6 +43,7 @@ class Odd:
         self.itself = self
         living.add(self)
         self.master = self.compute = self.engine = self.export = "float32"
+        self.residual = self.logits = "float32"
         self.budget = Budget(max=1.0, mean=1.0)
 
     def fingerprint(self): return "odd"
