@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles import EngineError
+from miles_plugins.engine.sglang.wording import typed
 
 __all__ = [
     "TESTED",
@@ -55,6 +56,7 @@ class Facts:
     """`prefill` or `decode` where it does only one of them; empty otherwise."""
 
 
+@typed
 def facts(info: Mapping[str, Any]) -> Facts:
     """Of `/server_info`. Raises `EngineError` when that has no version."""
     if not isinstance(info, Mapping) or not info.get("version"):
@@ -96,6 +98,7 @@ def doubts(versions: Mapping[str, str]) -> list[str]:
     return [f"engines of different SGLang versions would sample differently: {each}"]
 
 
+@typed
 def checksums(reply: Any) -> dict[str, str]:
     """Of `/weights_checker`: tensor, with its rank where there are several, to checksum. Raises
     `EngineError`."""
@@ -113,6 +116,7 @@ def checksums(reply: Any) -> dict[str, str]:
     return found
 
 
+@typed
 def load_of(reply: Any) -> dict[str, float]:
     """Of `/v1/loads`, over all ranks: `waiting` requests, `kv_used`, the fuller rank's share of
     cache tokens in use."""

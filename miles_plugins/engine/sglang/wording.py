@@ -7,9 +7,10 @@ of itself is read in `facts`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,8 +31,11 @@ __all__ = [
     "score_body",
     "scored",
     "speculation",
+    "typed",
     "version",
 ]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _SEEDS = 2**31  # what the server's sampling seed may be
 
@@ -42,6 +46,23 @@ class Refused(EngineError):
 
 class NotFound(Refused):
     """The server has no such path."""
+
+
+def typed(read: _F) -> _F:
+    """A function that reads replies, raising `EngineError` for one of another shape than
+    SGLang's."""
+
+    @wraps(read)
+    def reading(*given: Any, **more: Any) -> Any:
+        try:
+            return read(*given, **more)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise EngineError(
+                f"engine sglang: a reply is not shaped as SGLang's: {what}"
+            ) from error
+
+    return reading  # type: ignore[return-value]
 
 
 def generate_body(request: Request, rid: str, *, every: int = 0, salt: str = "") -> dict[str, Any]:
@@ -122,6 +143,7 @@ def failure(where: str, status: int, text: str) -> EngineError:
     return kind(f"{where}: HTTP {status}: {' '.join(text.split())[:400]}")
 
 
+@typed
 def version(info: Mapping[str, Any]) -> int:
     """`weight_version`, which servers that were never updated call `default`."""
     return _number(info.get("weight_version"))
@@ -139,6 +161,7 @@ _DRAFTS = {
 """Counts of speculative decoding, and what servers call them."""
 
 
+@typed
 def speculation(info: Mapping[str, Any]) -> dict[str, float]:
     """Of one completion: forwards that `verified` drafts, tokens `drafted`, and of those
     `accepted`."""
@@ -153,6 +176,7 @@ def _triples(reply: Any, name: str) -> list[Any]:
     return found
 
 
+@typed
 def sampled(reply: Mapping[str, Any]) -> tuple[Array, Array]:
     """(tokens,) int32 and (tokens,) float32 log-probs of a reply, which stand side by side in it.
     Raises `EngineError`."""
@@ -165,6 +189,7 @@ def sampled(reply: Mapping[str, Any]) -> tuple[Array, Array]:
 _FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
+@typed
 def completion(
     request: Request, reply: Mapping[str, Any], *, version: int, topk: int = 0
 ) -> Completion:
@@ -289,6 +314,7 @@ def _of(completion: Completion) -> Array:
     return empty if completion.logprobs is None else completion.logprobs
 
 
+@typed
 def scored(reply: Any, tokens: Array) -> Array:
     """(tokens,) float32; the first has no log-prob and gets 0. Raises `EngineError`."""
     triples = _triples(reply, "input_token_logprobs")
