@@ -47,13 +47,22 @@ class Conversion:
             else:
                 yield name, tensor
 
-    def _changed(self, name: str, tensor: Tensor) -> bool:
-        """Whether a checkpoint has it otherwise; looked up once, without its numbers."""
+    def shapes(self, name: str, tensor: Tensor) -> dict[str, torch.Size]:
+        """What a checkpoint has for one weight of the module, found without its numbers."""
         if self._module is None:
-            return False
+            return {name: tensor.shape}
+        bare = self._reverted(name, torch.empty_like(tensor, device="meta"))
+        return {n: t.shape for n, t in bare.items()}
+
+    def places(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """For each of `shapes`, (elements,) int64: where they are in the flattened weight."""
+        where = torch.arange(tensor.numel()).view(tensor.shape)  # of the weight's shape, int64
+        return {n: t.flatten() for n, t in self._reverted(name, where).items()}
+
+    def _changed(self, name: str, tensor: Tensor) -> bool:
+        """Whether a checkpoint has it otherwise; looked up once."""
         if name not in self._changes:
-            bare = self._reverted(name, torch.empty_like(tensor, device="meta"))
-            self._changes[name] = {n: t.shape for n, t in bare.items()} != {name: tensor.shape}
+            self._changes[name] = self.shapes(name, tensor) != {name: tensor.shape}
         return self._changes[name]
 
     def _reverted(self, name: str, tensor: Tensor) -> dict[str, Any]:

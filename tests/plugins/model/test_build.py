@@ -13,6 +13,7 @@ from miles import ConfigError, Context
 from miles_plugins.model.build import causal_lm
 from miles_plugins.model.llama import Llama
 from miles_plugins.model.qwen3 import Qwen3
+from miles_plugins.model.registered import Qwen3Moe
 
 
 def _make(kind=Qwen3, **config):
@@ -145,3 +146,45 @@ def test_unknown_architecture_is_named():
         ConfigError, match=r"architectures \['NoSuchForCausalLM'\] of model_type 'x'"
     ):
         causal_lm({"architectures": ["NoSuchForCausalLM"], "model_type": "x"}, None)
+
+
+def _experts(folder: Path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=4, intermediate_size=12, moe_intermediate_size=6, num_experts=3,
+        num_experts_per_tok=2, vocab_size=20, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = Qwen3MoeForCausalLM(config)
+    module.save_pretrained(folder)
+    return module, Qwen3Moe(Qwen3Moe.Config(path=str(folder)), Context(directory=Path()))
+
+
+def test_experts_of_a_checkpoint_are_stacked_as_the_module_has_them(tmp_path):
+    theirs, model = _experts(tmp_path)
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in load_file(
+        tmp_path / "model.safetensors"
+    )
+    ours = _module(model, seed=99)
+    assert any(name.endswith("experts.gate_up_proj") for name in ours.state_dict())
+    _equal(ours, theirs)
+
+
+def test_expert_that_is_missing_or_misshapen_is_named(tmp_path):
+    _, model = _experts(tmp_path)
+
+    def spoil(tensors):
+        del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+        tensors["model.layers.0.mlp.experts.0.down_proj.weight"] = torch.zeros(3, 3)
+        tensors["model.layers.0.mlp.experts.3.down_proj.weight"] = torch.zeros(8, 6)
+
+    _rewrite(tmp_path, spoil)
+    with pytest.raises(ConfigError) as caught:
+        _module(model)
+    said = str(caught.value)
+    assert "model.layers.1.mlp.experts.2.up_proj.weight is missing" in said
+    assert "model.layers.0.mlp.experts.0.down_proj.weight has shape (3, 3), not (8, 6)" in said
+    assert "model.layers.0.mlp.experts.3.down_proj.weight is extra" in said
+    assert "gate_up_proj" not in said
