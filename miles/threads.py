@@ -52,15 +52,20 @@ def _begin(work: Callable[[], Callable[[], object]], name: str) -> None:
 
 def _outcome(call: Callable[[], Any], future: asyncio.Future[Any]) -> Callable[[], None]:
     """Make the call; what then settles the future, in its loop, if nobody has by then."""
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
-
     try:
-        return partial(settle, future.set_result, call())
+        return partial(_settle, future, future.set_result, call())
+    except StopIteration as error:  # which no future takes
+        wrapped = RuntimeError("the function raised StopIteration")
+        wrapped.__cause__ = error
+        return partial(_settle, future, future.set_exception, wrapped)
     except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-        return partial(settle, future.set_exception, error)
+        return partial(_settle, future, future.set_exception, error)
+
+
+def _settle(future: asyncio.Future[Any], method: Callable[[Any], None], value: Any) -> None:
+    """In the future's loop, unless that is closed and nobody waits."""
+    if not future.done() and not future.get_loop().is_closed():
+        method(value)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
@@ -103,8 +108,8 @@ class Threads:
         self._lock = threading.Lock()  # for all of these:
         self._waiting: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._lanes: set[_Lane] = set()
-        self._ended: list[Callable[[], None]] = []
-        self._told: asyncio.AbstractEventLoop | None = None  # that something has ended
+        # by loop, which is told when it has none yet
+        self._ended: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._watching: asyncio.AbstractEventLoop | None = None  # the time; not for threads
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -140,14 +145,15 @@ class Threads:
                 continue
             outcome, loop = _outcome(function, future), future.get_loop()
             with self._lock:
-                self._ended.append(outcome)
-                told, self._told = self._told is loop, loop
+                told = loop in self._ended
+                self._ended.setdefault(loop, []).append(outcome)
             if not told:
-                _soon(loop, self._settle)
+                _soon(loop, partial(self._hear, loop))
 
-    def _settle(self) -> None:
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Settle what has ended of this loop's; in it."""
         with self._lock:
-            ended, self._ended, self._told = self._ended, [], None
+            ended = self._ended.pop(loop)
         for outcome in ended:
             outcome()
 
@@ -162,8 +168,9 @@ class Threads:
             next_s = min([self._timeout_s, *(lane.until - now for lane in self._lanes)])
             idle = not self._lanes and not self._waiting
         for lane in late:
-            if lane.future is not None and not lane.future.done():
-                lane.future.set_exception(TimeoutError())
+            if (future := lane.future) is not None:
+                give_up = partial(_settle, future, future.set_exception, TimeoutError())
+                _soon(future.get_loop(), give_up)
             self._start()
         self._watching = None if idle else loop
         if not idle:

@@ -152,6 +152,53 @@ def test_threads_never_begin_what_was_cancelled_before_its_turn() -> None:
     assert begun == ["first", "third"]
 
 
+def test_threads_bring_a_stop_iteration_back_as_another_error() -> None:
+    """No future takes one, and what ended beside it has to arrive all the same."""
+
+    async def main() -> list[object]:
+        threads = Threads(1, name="sums", timeout_s=5)
+        calls = (lambda: time.sleep(0.02), lambda: next(iter(())), lambda: 2)
+        alone = in_thread(calls[1], name="sums", timeout_s=5)
+        asked = (*(threads.call(call) for call in calls), alone)
+        async with asyncio.timeout(5):
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, *errors, alone = asyncio.run(main())
+    assert first is None and errors.pop() == 2
+    for error in (*errors, alone):
+        assert isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+        assert "StopIteration" in str(error)
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, 0.1])
+def test_threads_serve_on_when_a_loop_was_closed_over_a_call(timeout_s: float) -> None:
+    """Whether its function ends or is given up afterwards."""
+    free, begun = threading.Event(), threading.Event()
+    threads = Threads(1, name="sums", timeout_s=timeout_s)
+    loop = asyncio.new_event_loop()
+
+    async def leave() -> object:
+        task = asyncio.create_task(threads.call(lambda: begun.set() or free.wait(10)))
+        await asyncio.to_thread(begun.wait)
+        return task
+
+    task = loop.run_until_complete(leave())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    if timeout_s > 1:
+        free.set()
+
+    async def main() -> list[object]:
+        async with asyncio.timeout(5):
+            return await asyncio.gather(*(threads.call(lambda n=n: n) for n in range(3)))
+
+    try:
+        assert asyncio.run(main()) == [0, 1, 2]
+    finally:
+        free.set()
+    task._log_destroy_pending = False
+
+
 def test_threads_bring_quick_results_back_together() -> None:
     async def main() -> int:
         threads = Threads(1, name="sums", timeout_s=5)
