@@ -30,7 +30,8 @@ class Piece:
     """How those that are computed lie in one row: all but each sample's last, which nothing comes
     after."""
     source: Array
-    """(T,) int64: which of its tokens each packed one is."""
+    """(T,) int64: which of its tokens each packed one is; its first for those that only fill a row
+    of fewer tokens than ranks."""
     before: Array
     """(tokens,) int64: where in the row the token before each is; of no meaning for first ones."""
     idle: bool
@@ -95,18 +96,25 @@ def pieces(
     shortest = np.argmin(lengths_S, keepdims=True)
     for samples in (*(own[chosen] for chosen in mine), *[shortest] * idle):
         lengths = np.asarray(lengths_S[samples], np.int64)
+        laid, families, prompts = (x[samples] for x in (computed_S, families_S, prompts_S))
+        if laid.max() < ranks.sharing:  # a rank would have none, which models cannot compute
+            laid, families, prompts = (
+                np.append(x, more)
+                for x, more in ((laid, ranks.sharing), (families, len(lengths_S)), (prompts, 0))
+            )
         packing = layout(
-            computed_S[samples],
+            laid,
             ranks.device,
-            families_S=families_S[samples],
-            prompts_S=prompts_S[samples],
+            families_S=families,
+            prompts_S=prompts,
             trim=SHORT if ranks.device.type == "cpu" else 0,
             way=way,
         )
         positions = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         computed = np.flatnonzero(positions < np.repeat(computed_S[samples], lengths))
         before = np.zeros(len(positions) + 1, np.int64)
-        before[computed + 1] = packing.place
+        before[computed + 1] = packing.place[: len(computed)]
+        computed = np.append(computed, np.zeros(int(laid.sum()) - len(computed), np.int64))
         if ranks.sharers is not None:
             split = Split.of(packing.positions.shape[1], ranks.sharers)
             packing = replace(packing, split=split, positions=packing.positions[:, split.own])

@@ -103,6 +103,7 @@ def main(
         found |= {f"{number}/{name}": np.array(v) for name, v in measured(update).items()}
     found["logprobs"] = resumed.logprobs(flatten(samples), "current")
     found["reference"] = first
+    found["short"] = resumed.logprobs(flatten([make_sample(1, 1, seed=9)]), "current")
     np.savez(Path(directory) / f"rank_{rank}_of_{world}.npz", **found)
 
 
