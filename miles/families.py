@@ -15,7 +15,7 @@ from miles.errors import ConfigError
 if TYPE_CHECKING:
     from miles.plugins import Registry
 
-__all__ = ["families", "filled_in", "hf_config"]
+__all__ = ["family", "filled_in", "hf_config"]
 
 
 def hf_config(directory: str | Path) -> dict[str, Any]:
@@ -30,12 +30,12 @@ def hf_config(directory: str | Path) -> dict[str, Any]:
     return found
 
 
-def families(config: Mapping[str, Any], registry: Registry) -> list[str]:
-    """Registered models that claim a checkpoint; those that claim what nobody else does come
-    last."""
+def family(config: Mapping[str, Any], registry: Registry) -> str | None:
+    """The registered model that claims a checkpoint; those that take what nobody else does are
+    asked last, since they may import much to answer."""
     known = {name: registry.component("model", name) for name in registry.names("model")}
-    claims = [name for name, model in known.items() if model.matches(config)]
-    return sorted(claims, key=lambda name: bool(getattr(known[name], "fallback", False)))
+    order = sorted(known, key=lambda name: bool(getattr(known[name], "fallback", False)))
+    return next((name for name in order if known[name].matches(config)), None)
 
 
 def filled_in(overrides: Sequence[str], registry: Registry) -> list[str]:
@@ -47,7 +47,7 @@ def filled_in(overrides: Sequence[str], registry: Registry) -> list[str]:
     made = []
     if (name := values.get("model")) is None:
         try:
-            name = next(iter(families(hf_config(path), registry)), None)
+            name = family(hf_config(path), registry)
         except ConfigError as error:
             raise ConfigError(f"model.path: {error}") from error
         if name is None:

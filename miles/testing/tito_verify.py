@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import ConfigError
-from miles.families import families, hf_config
+from miles.families import family, hf_config
 from miles.plugins import Registry
 from miles.protocols import Context, Spec
 from miles.testing.tito_boundaries import cut_faults, search
@@ -48,13 +48,13 @@ def detect(registry: Registry, directory: Path) -> tuple[str, str]:
         hf = hf_config(directory)
     except ConfigError as error:
         raise ConfigError(f"tito verify: {error}; give the handler with --tito NAME") from error
-    fitting = families(hf, registry)
-    if not fitting:
+    name = family(hf, registry)
+    if name is None:
         raise ConfigError(
             f"tito verify: no model registration knows model_type {hf.get('model_type')!r} of "
             f"{directory}; give the handler with --tito NAME"
         )
-    name, component = fitting[0], registry.component("model", fitting[0])
+    component = registry.component("model", name)
     choose = getattr(component, "choose_tito", None)
     chosen = (
         str(choose({"init": "load", "path": str(directory)})) if choose else str(component.tito)

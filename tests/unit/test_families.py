@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from miles import ConfigError
-from miles.families import families, filled_in, hf_config
+from miles.families import family, filled_in, hf_config
 from miles.plugins import Registry
 
 
@@ -23,10 +24,33 @@ def checkpoint(folder, text):
 
 
 def test_a_family_of_its_own_comes_before_the_last_resort(registry):
-    names = families({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, registry)
-    assert names[0] == "qwen3"
-    last = [getattr(registry.component("model", n), "fallback", False) for n in names]
-    assert last == sorted(last)
+    assert family({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, registry) == (
+        "qwen3"
+    )
+    assert family({"model_type": "bloom"}, registry) == "huggingface"
+    assert family({"model_type": "of nobody"}, registry) is None
+
+
+def test_a_family_that_is_known_asks_no_last_resort():
+    """Its answer takes transformers and torch, which the driver does without."""
+
+    class Own:
+        @classmethod
+        def matches(cls, config):
+            return config["model_type"] == "own"
+
+    class Last:
+        fallback = True
+
+        @classmethod
+        def matches(cls, config):
+            return asked.append(config) or True
+
+    asked = []
+    kinds = {"a_last": Last, "own": Own}
+    known = SimpleNamespace(names=lambda kind: kinds, component=lambda kind, name: kinds[name])
+    assert family({"model_type": "own"}, known) == "own" and not asked
+    assert family({"model_type": "other"}, known) == "a_last" and asked
 
 
 @pytest.mark.parametrize(
