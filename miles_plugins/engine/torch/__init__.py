@@ -108,6 +108,7 @@ class Torch:
         )
         self._listeners: dict[Any, asyncio.Queue[Array | None]] = {}
         self._names: dict[str, str] = {}  # canonical to the name under which it came
+        self._origins: dict[str, tuple[str, str]] = {}  # see `taking.Origins`
         self._pause = context.settings.pause
         self._paused = self._asleep = False
         self._turn = asyncio.Lock()  # weights come, or move, one at a time
@@ -239,7 +240,7 @@ class Torch:
             where = self._device if not self._asleep else "cpu"
             how: dict[str, Any] = {"dtype": self._dtype, "device": where}
             take = partial(taken, self.decoder, self.model.engine_name, weights, **how)
-            names, parameters = await asyncio.to_thread(take) if self._large else take()
+            names, origins, made = await asyncio.to_thread(take) if self._large else take()
             batching = self._batching
             if version < batching.version and batching.table.active:
                 raise WeightSyncError(
@@ -248,8 +249,8 @@ class Torch:
                 )
             if self._pause == "abort":
                 await self.abort()
-            batching.load(version, parameters, keep=self._pause == "in_place")
-            self._names = names
+            batching.load(version, made, keep=self._pause == "in_place")
+            self._names, self._origins = names, origins
         self._start()
 
     async def load_directory(self, version: int, directory: Path) -> None:
@@ -262,7 +263,8 @@ class Torch:
         await self.load(version, read_weights(directory, export=getattr(torch, self._export)))
 
     async def digests(self) -> Mapping[str, str]:
-        """By Hugging Face name, `miles.learn.digest.contents` of the tensors that are served."""
+        """By Hugging Face name, `miles.learn.digest.contents` of the tensors that are served; where
+        the engine's type rounds them, of those that they were rounded from."""
         import torch
 
         from miles_plugins.engine.torch.served import digests
@@ -271,7 +273,8 @@ class Torch:
         if served is None:
             return {}
         export = getattr(torch, self._export)
-        return await asyncio.to_thread(digests, self.decoder, served, self._names, export=export)
+        given = self.decoder, served, self._names, self._origins
+        return await asyncio.to_thread(digests, *given, export=export)
 
     async def version(self) -> int:
         """The version being served; -1 before the first load."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from miles import Decoder
-from miles.learn.digest import contents
+from miles.learn.digest import hexadecimal, sums
 from miles_plugins.engine.torch.decoder import Parameters
+from miles_plugins.engine.torch.taking import Origins
 
 __all__ = ["digests", "parts"]
 
@@ -47,9 +48,20 @@ def parts(decoder: Decoder, served: Parameters) -> Iterator[tuple[str, torch.Ten
 
 
 def digests(
-    decoder: Decoder, served: Parameters, names: Mapping[str, str], *, export: torch.dtype
+    decoder: Decoder,
+    served: Parameters,
+    names: Mapping[str, str],
+    origins: Origins,
+    *,
+    export: torch.dtype,
 ) -> dict[str, str]:
     """Content digest of every tensor in the type `export`, by the name it came under; `names` maps
-    canonical ones to those."""
-    held = [(names[name], tensor.to(export)) for name, tensor in parts(decoder, served)]
-    return dict(zip((name for name, _ in held), contents([t for _, t in held]), strict=True))
+    canonical ones to those. What is exactly the rounding of a tensor in `origins` has the digest of
+    that tensor."""
+    held = list(parts(decoder, served))
+    found = {}
+    content = hexadecimal(sums(tensor.to(export) for _, tensor in held))
+    for name, digest in zip((names[canonical] for canonical, _ in held), content, strict=True):
+        made, came = origins.get(name, ("", ""))
+        found[name] = came if digest == made else digest
+    return found

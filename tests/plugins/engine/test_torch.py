@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from miles import ConfigError, EngineError, Gpu, Settings, Span, Spec, WeightSyncError
+from miles.learn.digest import contents
 from miles.session.partial import Partial
 from miles_plugins.engine import torch as served
 from miles_plugins.engine.torch import Torch, checks
+from miles_plugins.precision.bf16 import Bf16
 
 
 def _run(play):
@@ -506,6 +508,29 @@ def test_forward_that_raises_fails_requests_instead_of_hanging_them(tiny, reques
 def test_config_is_refused_with_its_reason(tiny, config, message):
     with pytest.raises(ConfigError, match=message):
         tiny.engine(**config)
+
+
+def test_float16_engine_proves_weights_that_it_rounds(tiny):
+    """bfloat16 has numbers that are too small for float16; others than their roundings are told."""
+    recipe = Bf16(Bf16.Config(engine="float16"), None)
+    tiny.context = replace(tiny.context, precision=recipe)
+    sent = {name: tensor.bfloat16() * 0.02 for name, tensor in tiny.weights()}
+    wanted = dict(zip(sent, contents(list(sent.values())), strict=True))
+    assert any((t.half().bfloat16() != t).any() for t in sent.values())
+
+    async def play():
+        engine = tiny.engine()
+        await engine.load(0, sent.items())
+        assert await engine.digests() == wanted
+        with torch.inference_mode():
+            engine._batching.parameters.layers[1].down[3, 5] += 0.01
+        found = await engine.digests()
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert {n for n in wanted if found[n] != wanted[n]} == {name}
+        await engine.load(1, ((n, t + 0.5) for n, t in sent.items()))
+        assert all(found != wanted[n] for n, found in (await engine.digests()).items())
+
+    _run(play)
 
 
 LARGE = {
