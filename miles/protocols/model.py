@@ -167,4 +167,4 @@ class Precision(Protocol):
     """Mismatch this recipe is allowed."""
 
     def fingerprint(self) -> str:
-        """Equal exactly where the four stages are equal."""
+        """Equal exactly where all of these types are equal."""

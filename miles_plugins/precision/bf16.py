@@ -51,5 +51,5 @@ class Bf16:
         self.budget = Budget(max=config.budget_max, mean=config.budget_mean)
 
     def fingerprint(self) -> str:
-        """Equal exactly where the four stages are equal."""
+        """Equal exactly where stages and finer places are equal."""
         return fingerprint(self)

@@ -13,7 +13,7 @@ import sys
 
 from miles.testing.contract.case import Case, expect
 
-STAGES = ("master", "compute", "engine", "export")
+STAGES = ("master", "compute", "engine", "export", "residual", "logits")
 
 _ELSEWHERE = """
 import json, sys, tempfile
@@ -29,7 +29,7 @@ print(made.fingerprint())
 
 
 def check_stages(case: Case) -> None:
-    """All four stages name a type that torch has."""
+    """All four stages, and the places within them that may be finer, name a type that torch has."""
     import torch
 
     recipe = case.build()
