@@ -7,13 +7,17 @@ no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Conversion"]
+__all__ = ["Conversion", "Parts"]
+
+_OPEN = 4
+"""Weights in parts whose places are kept."""
 
 
 class Conversion:
@@ -47,22 +51,22 @@ class Conversion:
             else:
                 yield name, tensor
 
-    def shapes(self, name: str, tensor: Tensor) -> dict[str, torch.Size]:
+    def shapes(self, name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """What a checkpoint has for one weight of the module, found without its numbers."""
         if self._module is None:
-            return {name: tensor.shape}
-        bare = self._reverted(name, torch.empty_like(tensor, device="meta"))
-        return {n: t.shape for n, t in bare.items()}
+            return {name: tuple(shape)}
+        bare = self._reverted(name, torch.empty(tuple(shape), device="meta"))
+        return {n: tuple(t.shape) for n, t in bare.items()}
 
-    def places(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def places(self, name: str, shape: Sequence[int]) -> dict[str, Tensor]:
         """For each of `shapes`, (elements,) int64: where they are in the flattened weight."""
-        where = torch.arange(tensor.numel()).view(tensor.shape)  # of the weight's shape, int64
+        where = torch.arange(math.prod(shape)).view(tuple(shape))  # of the weight's shape, int64
         return {n: t.flatten() for n, t in self._reverted(name, where).items()}
 
     def _changed(self, name: str, tensor: Tensor) -> bool:
         """Whether a checkpoint has it otherwise; looked up once."""
         if name not in self._changes:
-            self._changes[name] = self.shapes(name, tensor) != {name: tensor.shape}
+            self._changes[name] = self.shapes(name, tensor.shape) != {name: tuple(tensor.shape)}
         return self._changes[name]
 
     def _reverted(self, name: str, tensor: Tensor) -> dict[str, Any]:
@@ -71,6 +75,39 @@ class Conversion:
         # any module carries the conversions that apply to it
         found: dict[str, Any] = revert_weight_conversion(self._module, {name: tensor})  # type: ignore[arg-type]
         return found
+
+
+class Parts:
+    """Weights that checkpoints have in parts, such as a layer's experts, one by one."""
+
+    def __init__(self, conversion: Conversion, wanted: Mapping[str, Sequence[int]]) -> None:
+        """`wanted` is the shape of every weight of the module."""
+        self._conversion = conversion
+        self.wanted = wanted
+        """Weight to its shape."""
+        self._places: dict[str, dict[str, Tensor]] = {}
+        self.whole: dict[str, str] = {}
+        """Part to its weight."""
+        self.names: dict[str, tuple[str, ...]] = {}
+        """Weight to the names of its parts."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of each part."""
+        for name, shape in wanted.items():
+            found = conversion.shapes(name, shape)
+            if set(found) != {name}:
+                self.names[name] = tuple(found)
+                self.shapes |= found
+                self.whole |= dict.fromkeys(found, name)
+
+    def put(self, name: str, part: Tensor, target: Tensor) -> None:
+        """Write a part into its weight, which is contiguous."""
+        whole = self.whole[name]
+        if whole not in self._places:
+            while len(self._places) >= _OPEN:  # files have one layer after the other
+                del self._places[next(iter(self._places))]
+            self._places[whole] = self._conversion.places(whole, self.wanted[whole])
+        where = self._places[whole][name].to(target.device)
+        target.view(-1)[where] = part.flatten().to(target)
 
 
 def _repeated(module: nn.Module) -> frozenset[str]:

@@ -17,13 +17,10 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from miles import ConfigError
-from miles.learn.convert import Conversion
+from miles.learn.convert import Conversion, Parts
 from miles_plugins.model.headers import weight_files
 
 __all__ = ["causal_lm"]
-
-_LAYERS_OPEN = 4
-"""Weights in parts whose places are kept."""
 
 
 def causal_lm(hf_config: Mapping[str, Any], directory: Path | None) -> nn.Module:
@@ -60,7 +57,7 @@ def _model_class(hf_config: Mapping[str, Any]) -> Any:
 @torch.no_grad()
 def _fill(model: nn.Module, files: list[Path]) -> None:
     targets = model.state_dict(keep_vars=True)
-    parts = _Parts(model, targets)
+    parts = Parts(Conversion(model), {name: t.shape for name, t in targets.items()})
     tied = _tied(targets)
     seen: set[str] = set()
     faults: list[str] = []
@@ -71,17 +68,15 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
                     if name.endswith("rotary_emb.inv_freq"):
                         continue  # old checkpoints carry it; it follows from the configuration
                     target = targets.get(name)
-                    wanted = parts.shapes.get(name) if target is None else target.shape
+                    wanted = parts.shapes.get(name) if target is None else tuple(target.shape)
                     if wanted is None:
                         faults.append(f"{name} is extra")
                         continue
                     tensor = held.get_tensor(name)
-                    if tensor.shape != wanted:
-                        faults.append(
-                            f"{name} has shape {tuple(tensor.shape)}, not {tuple(wanted)}"
-                        )
+                    if tuple(tensor.shape) != wanted:
+                        faults.append(f"{name} has shape {tuple(tensor.shape)}, not {wanted}")
                     elif target is None:
-                        parts.put(name, tensor)
+                        parts.put(name, tensor, targets[parts.whole[name]])
                     elif tied.get(name) in seen and not torch.equal(target, tensor.to(target)):
                         faults.append(f"{name} differs from {tied[name]}, to which it is tied")
                     else:
@@ -96,36 +91,6 @@ def _fill(model: nn.Module, files: list[Path]) -> None:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         where = files[0].parent
         raise ConfigError(f"model: weights in {where} do not fit: {'; '.join(faults[:8])}{more}")
-
-
-class _Parts:
-    """Weights that checkpoints have in parts, such as a layer's experts, one by one."""
-
-    def __init__(self, model: nn.Module, targets: Mapping[str, torch.Tensor]) -> None:
-        self._conversion = Conversion(model)
-        self._targets = targets
-        self._whole: dict[str, str] = {}
-        self._places: dict[str, dict[str, torch.Tensor]] = {}
-        self.names: dict[str, tuple[str, ...]] = {}
-        """Weight to the names of its parts."""
-        self.shapes: dict[str, torch.Size] = {}
-        """Of each part."""
-        for name, target in targets.items():
-            found = self._conversion.shapes(name, target)
-            if set(found) != {name}:
-                self.names[name] = tuple(found)
-                self.shapes |= found
-                self._whole |= dict.fromkeys(found, name)
-
-    def put(self, name: str, part: torch.Tensor) -> None:
-        """Write a part into its weight."""
-        whole = self._whole[name]
-        target = self._targets[whole]
-        if whole not in self._places:
-            while len(self._places) >= _LAYERS_OPEN:  # files have one layer after the other
-                del self._places[next(iter(self._places))]
-            self._places[whole] = self._conversion.places(whole, target)
-        target.view(-1)[self._places[whole][name]] = part.flatten().to(target)
 
 
 def _tied(targets: Mapping[str, torch.Tensor]) -> dict[str, str]:

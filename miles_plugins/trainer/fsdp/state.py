@@ -7,6 +7,7 @@ Atomicity and digests belong to the checkpoint around it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles import CheckpointError
+from miles.learn.convert import Parts
 from miles_plugins.trainer.fsdp.ranks import local, whole
 
 if TYPE_CHECKING:
@@ -164,8 +166,14 @@ def save(worker: Worker, directory: Path, *, weights_only: bool = False) -> None
 
 def _save_model(worker: Worker, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     config = {k: v for k, v in worker.context.model.hf_config().items() if k != "torch_dtype"}
-    sizes = {name: m.numel() * m.element_size() for name, m in worker.masters.named.items()}
-    write_model(directory, config | {"dtype": MASTER}, tensors, sizes)
+    shapes = worker.conversion.shapes
+    sizes = {
+        part: math.prod(shape) * master.element_size()
+        for name, master in worker.masters.named.items()
+        for part, shape in shapes(name, master.shape).items()
+    }
+    parts = worker.conversion.stream(tensors, dtype=getattr(torch, MASTER))
+    write_model(directory, config | {"dtype": MASTER}, parts, sizes)
 
 
 def _save_rest(worker: Worker, directory: Path) -> None:
@@ -210,11 +218,12 @@ def load(worker: Worker, directory: Path, *, weights_only: bool) -> None:
             error.add_note("its weights alone can be: start a new run from its model directory")
             raise error
         own = dict(read_tensors(where / f"rank_{ranks.rank}.safetensors"))
-    wanted = {name: tuple(m.shape) for name, m in masters.named.items()}
+    parts = Parts(worker.conversion, {n: tuple(m.shape) for n, m in masters.named.items()})
+    wanted = {n: tuple(m.shape) for n, m in masters.named.items() if n not in parts.names}
     shapes = {name: tuple(t.shape) for name, t in read_model(directory / "model")}
-    check_names(directory / "model", shapes, wanted)
+    check_names(directory / "model", shapes, wanted | parts.shapes)
     masters.set_moments(_part(own, "optimizer/"), str(where))
-    for name, tensor in read_model(directory / "model"):
+    for name, tensor in _assembled(read_model(directory / "model"), parts):
         masters.write(name, tensor)
     masters.spread()
     worker.version = int(counters["version"])
@@ -231,6 +240,22 @@ def load(worker: Worker, directory: Path, *, weights_only: bool) -> None:
     torch.set_rng_state(own["random/cpu"])
     if "random/cuda" in own and ranks.device.type == "cuda":
         torch.cuda.set_rng_state(own["random/cuda"], ranks.device)
+
+
+def _assembled(tensors: Iterator[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """Weights of the module, each once its last part was read."""
+    open_: dict[str, Tensor] = {}
+    left = {name: len(names) for name, names in parts.names.items()}
+    for name, tensor in tensors:
+        if (weight := parts.whole.get(name)) is None:
+            yield name, tensor
+            continue
+        if weight not in open_:
+            open_[weight] = torch.empty(parts.wanted[weight], dtype=tensor.dtype)
+        parts.put(name, tensor, open_[weight])
+        left[weight] -= 1
+        if not left[weight]:
+            yield weight, open_.pop(weight)
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

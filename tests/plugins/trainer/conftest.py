@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from miles import Batch, Settings, Term, flatten
 from miles.testing import context, make_sample
 from miles_plugins.model.qwen3 import Qwen3
+from miles_plugins.model.registered import Checkpoint, Qwen3Moe
 from miles_plugins.precision.bf16 import Bf16
 from miles_plugins.precision.fp32 import Fp32
 from miles_plugins.trainer.fsdp import Fsdp
@@ -21,19 +23,17 @@ SIZES = ((3, 6), (1, 4), (5, 2), (2, 9), (4, 1), (3, 3))
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
     """Build an `Fsdp` over a random Qwen3; keywords are its Config's, plus seed, steps,
-    temperature, precision, a name or `Bf16.Config`."""
+    temperature, precision, a name or `Bf16.Config`, and model, its keys or a registration."""
 
     def make(*, seed=0, steps=10, temperature=1.0, precision="fp32", model=None, **fields):
         settings = Settings(steps=steps, temperature=temperature)
         around = context(tmp_path, settings=settings)
         recipe = Fp32 if precision == "fp32" else Bf16
         rounding = precision if isinstance(precision, Bf16.Config) else recipe.Config()
-        made = Qwen3(
-            Qwen3.Config(
-                **(model or {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.02})
-            ),
-            around,
-        )
+        small = {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.02}
+        made = model
+        if not isinstance(model, Checkpoint):
+            made = Qwen3(Qwen3.Config(**(model or small)), around)
         return Fsdp(
             Fsdp.Config(**{"lr": 1e-3, "device": "cpu", **fields}),
             context(
@@ -46,6 +46,22 @@ def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
         )
 
     return make
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A registered checkpoint of Qwen3 with three experts a layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=48, moe_intermediate_size=24, num_experts=3,
+        num_experts_per_tok=2, vocab_size=264, tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    return Qwen3Moe(Qwen3Moe.Config(path=str(tmp_path / "experts")), context(tmp_path))
 
 
 @pytest.fixture

@@ -50,6 +50,26 @@ def test_resume_is_exact_to_the_bit(make_trainer, make_batch, tokens, tmp_path, 
     assert (a == b).all()
 
 
+def test_experts_are_saved_as_checkpoints_have_them_and_resume_to_the_bit(
+    make_trainer, make_batch, experts, tmp_path
+):
+    trainer = make_trainer(model=experts)
+    trainer.step(make_batch())
+    trainer.save(tmp_path / "c")
+    saved = load_file(tmp_path / "c" / "model" / "model.safetensors")
+    theirs = load_file(tmp_path / "experts" / "model.safetensors")
+    assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in theirs.items()}
+    assert any(".experts.2.up_proj." in name for name in saved)
+    exported = weights(trainer)
+    assert_same(saved, {name: exported[name] for name in saved})
+    resumed = make_trainer(seed=9, model=experts)
+    resumed.load(tmp_path / "c")
+    assert_same(trainer._worker.masters.named, resumed._worker.masters.named)
+    for _ in range(2):
+        assert resumed.step(make_batch()).metrics == trainer.step(make_batch()).metrics
+    assert_same(weights(trainer), weights(resumed))
+
+
 @pytest.mark.parametrize("place", ["resident", "host", "disk"])
 def test_a_model_with_a_weight_that_never_had_a_gradient_resumes(
     make_trainer, make_batch, tmp_path, monkeypatch, place
