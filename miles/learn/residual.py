@@ -23,14 +23,18 @@ def widen(model: nn.Module, compute: torch.dtype) -> int:
     `compute`; how many norms there are.
 
     Positions follow the stream's type, so that queries and keys are rotated in float32 as well.
-    Raises `ConfigError` for a model without norms that are one vector: its layers would get
-    float32.
+    Raises `ConfigError` for a model without norms that are one vector, whose layers would get
+    float32, and for one with torch's `LayerNorm`, which takes no other type than its weights'.
     """
     norms = [module for module in model.modules() if _is_norm(module)]
-    if not norms:
+    strict = any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    if strict or not norms:
+        why = "torch's LayerNorm, which takes no other type than its weights'"
+        if not strict:
+            why = "no norms that could hand its layers another type"
         raise ConfigError(
-            f"precision: residual is float32, but {type(model).__name__} has no norms that could "
-            "hand its layers another type; use precision.residual=bfloat16"
+            f"precision: residual is float32, but {type(model).__name__} has {why}; use "
+            "precision.residual=bfloat16"
         )
     model.get_input_embeddings().register_forward_hook(_float)  # type: ignore[operator]
     for norm in norms:

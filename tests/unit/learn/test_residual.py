@@ -67,6 +67,9 @@ def test_a_float32_stream_is_nearer_to_the_exact_model(kind):
             assert away < 0.1, name
 
 
-def test_a_model_without_norms_is_refused():
-    with pytest.raises(ConfigError, match=r"residual is float32, but Sequential has no norms"):
-        widen(nn.Sequential(nn.Linear(2, 2)), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("part", "words"), [(nn.Linear(2, 2), "no norms that"), (nn.LayerNorm(2), "torch's LayerNorm")]
+)
+def test_a_model_without_norms_that_take_float32_is_refused(part, words):
+    with pytest.raises(ConfigError, match=f"residual is float32, but Sequential has {words}"):
+        widen(nn.Sequential(part), torch.bfloat16)
