@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 __all__ = ["Gpu", "gpus_here", "gpus_shown", "memory_here", "parameter_count", "weight_bytes"]
@@ -42,9 +43,13 @@ def gpus_here() -> list[Gpu]:
 
 
 def gpus_shown() -> int | None:
-    """GPUs that `CUDA_VISIBLE_DEVICES` shows to this process and its children; None is all."""
+    """GPUs that `CUDA_VISIBLE_DEVICES` shows to this process and its children; None is all. As
+    CUDA has it, what follows a negative one does not count: -1 shows none."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if given is None else len([one for one in given.split(",") if one.strip()])
+    if given is None:
+        return None
+    listed = [one.strip() for one in given.split(",") if one.strip()]
+    return len([*takewhile(lambda one: not one.startswith("-"), listed)])
 
 
 def memory_here() -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import ConfigError, Context, Engine, Handle, Trainer
+from miles import ConfigError, Context, Engine, Handle, Trainer, gpus_shown
 from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere, same
 
@@ -157,5 +157,5 @@ def gpus_here() -> int | None:
         present = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         return None
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if shown is None else min(present, len([x for x in shown.split(",") if x]))
+    shown = gpus_shown()
+    return present if shown is None else min(present, shown)

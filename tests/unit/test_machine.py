@@ -57,8 +57,9 @@ def test_machine_has_the_gpus_that_are_shown(tmp_path: Path, monkeypatch: pytest
     assert gpus_here() == [card, card] and gpus_shown() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus_here() == [card] and gpus_shown() == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus_here() == [] and gpus_shown() == 0
+    for none in ("", "-1", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert gpus_here() == [] and gpus_shown() == 0
     program.unlink()
     assert gpus_here() == []
     assert memory_here() > 1 << 28
