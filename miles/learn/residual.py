@@ -39,6 +39,9 @@ def widen(model: nn.Module, compute: torch.dtype) -> int:
     model.get_input_embeddings().register_forward_hook(_float)  # type: ignore[operator]
     for norm in norms:
         norm.register_forward_hook(_Narrow(compute))
+    for module in model.modules():  # where norms come after layers, the stream itself is given
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_fit)
     return len(norms)
 
 
@@ -50,6 +53,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _float(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out.float()
+
+
+def _fit(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].to(module.weight.dtype), *args[1:])
 
 
 class _Narrow:
