@@ -71,7 +71,7 @@ def weight_bytes(config: Mapping[str, Any], dtype: str) -> float:
 
 def parameter_count(config: Mapping[str, Any]) -> float:
     """How many a decoder has, about: embeddings, attention, and dense or sparse MLPs."""
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
 
     def get(name: str, default: float = 0) -> float:
         value = text.get(name)

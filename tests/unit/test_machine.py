@@ -41,6 +41,11 @@ def test_machine_estimate_is_near_what_models_have(config: dict[str, object], pa
     assert parameter_count(config) == pytest.approx(parameters, rel=0.02)
 
 
+def test_machine_estimate_reads_the_text_model_of_several():
+    assert parameter_count({"text_config": QWEN}) == parameter_count(QWEN)
+    assert parameter_count({**QWEN, "text_config": None}) == parameter_count(QWEN)
+
+
 def test_machine_weights_take_the_bytes_of_their_type_or_of_what_they_are_quantized_to():
     assert weight_bytes(QWEN, "float32") == 4 * parameter_count(QWEN)
     assert weight_bytes(QWEN, "bfloat16") == 2 * parameter_count(QWEN)

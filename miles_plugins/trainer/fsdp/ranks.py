@@ -76,10 +76,9 @@ def join(
     """Become one of `context.world` ranks, meeting at `context.master`: a host and port, or a file.
 
     With `replicas`, that many groups of ranks hold the whole model each; with `sharing`, that many
-    neighbours share each row of tokens. With `offload`, numbers on
-    the CPU are added up too, and a single rank gets a group of its own, since FSDP offloads no
-    other way. Raises `ConfigError` when a GPU is asked for and there is none, `TrainerError` when
-    the ranks cannot meet.
+    neighbours share each row of tokens. With `offload`, numbers on the CPU are added up too, and a
+    single rank gets a group of its own, since FSDP offloads no other way. Raises `ConfigError` when
+    a GPU is asked for and there is none, `TrainerError` when the ranks cannot meet.
     """
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
