@@ -94,7 +94,7 @@ class Sglang:
         environment: Mapping[str, str] = field(default_factory=dict)
         """Environment variables of the server; recorded with its command."""
         start_timeout_s: float = 900.0
-        """Seconds until a server of our own must be well."""
+        """Seconds until a server of our own must be well, or one of others that is away back."""
         timeout_s: float = 600.0
         """Seconds one completion may take."""
         update_timeout_s: float = 600.0

@@ -86,7 +86,7 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     if faults:
         return faults
     if config.url:
-        return [*faults, *_running_faults(config, settings)]
+        return [*faults, *_running_faults(config, planned)]
     return [*faults, *_own_faults(config, planned)]
 
 
@@ -94,6 +94,12 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
     """What is allowed and probably not meant."""
     del cls
     found = [*_shared_gpus(config, planned)]
+    if config.dp > 1 and not config.deterministic:
+        found.append(
+            f"engine.dp is {config.dp} and engine.deterministic is false: SGLang seeds all ranks "
+            "of a server alike, so attempts at one task on several ranks can be copies; "
+            "use engine.deterministic=true, or more engine.workers, which have seeds of their own"
+        )
     algorithm = str(config.speculative.get("algorithm", ""))
     if algorithm and algorithm.upper() not in command.DRAFTING:
         known = ", ".join(sorted(command.DRAFTING))
@@ -115,7 +121,7 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
 # ---------------------------------------------------------------- servers that run
 
 
-def _running_faults(config: Any, settings: Any) -> Iterator[str]:
+def _running_faults(config: Any, planned: Any) -> Iterator[str]:
     versions = {}
     for url in [*listed(config.url), *listed(config.prefill_url)]:
         try:
@@ -125,7 +131,8 @@ def _running_faults(config: Any, settings: Any) -> Iterator[str]:
             yield str(error).removeprefix("engine sglang: ")
             continue
         versions[url] = found.version
-        yield from _unlike(url, found, config, settings)
+        yield from _unlike(url, found, config, planned.settings)
+        yield from _other_precision(url, found, planned.built.get("precision"))
     yield from says.doubts(versions)
 
 
@@ -143,6 +150,24 @@ def _unlike(url: str, found: says.Facts, config: Any, settings: Any) -> Iterator
     if found.disaggregation != wanted:
         is_now = found.disaggregation or "null"
         yield f"{url} has --disaggregation-mode {is_now}; here it must be {wanted or 'null'}"
+
+
+def _other_precision(url: str, found: says.Facts, precision: Any) -> Iterator[str]:
+    """Where a server rounds other than the recipe says that engines do."""
+    if precision is None:
+        return
+    wanted = precision.engine
+    if found.dtype not in ("", wanted):
+        yield (
+            f"{url} computes in {found.dtype}, and engines of this precision in {wanted}; start it "
+            f"with --dtype {wanted}"
+        )
+    whole = precision.logits == "float32" != wanted
+    if found.whole_logits is not None and found.whole_logits != whole and wanted != "float32":
+        yield (
+            f"{url} was started {'with' if found.whole_logits else 'without'} "
+            f"--enable-fp32-lm-head, and precision.logits is {precision.logits}"
+        )
 
 
 def _info(url: str, key: str) -> Mapping[str, Any]:

@@ -32,6 +32,13 @@ UNKNOWN = "unknown"
 """What stands for the version of a server that does not say it."""
 
 
+_DTYPES = {name: name for name in ("float32", "bfloat16", "float16")} | {
+    "half": "float16",
+    "float": "float32",
+}
+"""What servers call their types; another, such as `auto`, says none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """A running server."""
@@ -54,6 +61,10 @@ class Facts:
     """Speculative algorithm; empty without one."""
     disaggregation: str
     """`prefill` or `decode` where it does only one of them; empty otherwise."""
+    dtype: str = ""
+    """Type it computes in; empty where it does not say one."""
+    whole_logits: bool | None = None
+    """Logits leave its output head in float32; None where it does not say."""
 
 
 @typed
@@ -73,6 +84,8 @@ def facts(info: Mapping[str, Any]) -> Facts:
         deterministic=bool(info.get("enable_deterministic_inference")),
         speculative=str(info.get("speculative_algorithm") or ""),
         disaggregation="" if mode == "null" else mode,
+        dtype=_DTYPES.get(str(info.get("dtype")), ""),
+        whole_logits=None if (wide := info.get("enable_fp32_lm_head")) is None else bool(wide),
     )
 
 

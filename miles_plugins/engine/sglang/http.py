@@ -62,8 +62,9 @@ class Http:
         except TimeoutError:
             raise EngineError(f"{where}: no answer in {limit:g} s{self._why()}") from None
         except aiohttp.ClientError as error:
-            what = f"{type(error).__name__}: {error}"
-            raise EngineError(f"{where}: {what}{self._why()}") from error
+            gone = isinstance(error, aiohttp.ClientConnectionError)
+            kind = wording.Unreachable if gone else EngineError
+            raise kind(f"{where}: {type(error).__name__}: {error}{self._why()}") from error
 
     def _why(self) -> str:
         return f"; {said}" if (said := self._lost()) else ""

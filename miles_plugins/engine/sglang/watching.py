@@ -23,6 +23,7 @@ __all__ = ["Watch"]
 _log = logging.getLogger(__name__)
 _FRESH_S = 2.0  # for which an answer counts as a sign of life
 _BOOTSTRAP = 8998  # SGLang's own port for pairs
+_AGAIN_S = 0.5  # between looks for a server that is away
 _IDLE_S = 30.0  # for requests that were given up to end
 
 
@@ -62,7 +63,7 @@ class Watch:
                 return self.facts
             if self._server is not None:
                 await self._server.ready(self._http, self._start_timeout_s)
-            found = says.facts(await self._info())
+            found = says.facts(await self._reached())
             if doubt := says.doubt(found.version):
                 _log.warning("engine sglang: %s: %s", self._http.url, doubt)
             if self._pair is not None:
@@ -70,6 +71,25 @@ class Watch:
                 self._pair.meet(int(theirs.get("disaggregation_bootstrap_port") or _BOOTSTRAP))
             self.facts = found
             return found
+
+    async def _reached(self) -> Any:
+        """What it says of itself. One that others run may be away while they start it again, and
+        is waited for as long as a server of our own. Raises `EngineError`."""
+        end = monotonic() + self._start_timeout_s
+        said = False
+        while True:
+            try:
+                return await self._info()
+            except wording.Unreachable as error:
+                if self._server is not None or monotonic() > end:
+                    raise
+                if not said:
+                    limit = f"{self._start_timeout_s:g} s (start_timeout_s)"
+                    _log.warning(
+                        "engine sglang: waiting for a server, at most %s: %s", limit, error
+                    )
+                    said = True
+                await asyncio.sleep(_AGAIN_S)
 
     async def alive(self) -> None:
         """Raise `EngineError` unless the server, its scheduler and the other of a pair included,

@@ -40,6 +40,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _SEEDS = 2**31  # what the server's sampling seed may be
 
 
+class Unreachable(EngineError):
+    """Nobody listens at the address, or it hung up."""
+
+
 class Refused(EngineError):
     """The server understood a question and does not do that."""
 

@@ -101,7 +101,7 @@ class NativeServer:
         return int(self.weight_version) if self.weight_version.isdecimal() else 0
 
     @asynccontextmanager
-    async def up(self):
+    async def up(self, port: int = 0):
         self._going.set()
         app = web.Application(middlewares=[self._guarded])
         for method, path, handler in (
@@ -127,7 +127,7 @@ class NativeServer:
         await runner.setup()
         clock = asyncio.create_task(self._decode())
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             clock.cancel()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -573,7 +574,8 @@ def test_sglang_pauses_in_every_way_and_flushes(play):
 def test_sglang_without_a_server_is_an_engine_error(tmp_path):
     async def check():
         client = Sglang(
-            Sglang.Config(url="http://127.0.0.1:9", connect_s=2.0), Context(directory=tmp_path)
+            Sglang.Config(url="http://127.0.0.1:9", connect_s=2.0, start_timeout_s=0.1),
+            Context(directory=tmp_path),
         )
         try:
             with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:9/.*_info: Client"):
@@ -620,3 +622,33 @@ def test_sglang_prompts_are_computed_by_the_server_of_the_pair(tmp_path):
             await client.close()
 
     asyncio.run(check())
+
+
+def test_a_server_of_others_that_is_away_is_waited_for(tmp_path, caplog):
+    """Whoever runs it may be starting it again; a server that does not come back is an error."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+
+    def client(**keys):
+        config = Sglang.Config(
+            url=f"http://127.0.0.1:{port}", api_key_file=str(tmp_path / "key"), **keys
+        )
+        return Sglang(config, Context(directory=tmp_path))
+
+    async def check():
+        (tmp_path / "key").write_text(native.KEY)
+        impatient = client(start_timeout_s=0.2)
+        with pytest.raises(EngineError, match="Cannot connect to host"):
+            await impatient.generate(_request())
+        await impatient.close()
+        patient = client(start_timeout_s=20)
+        asked = asyncio.create_task(patient.generate(_request()))
+        await asyncio.sleep(0.6)
+        assert not asked.done()
+        async with native.NativeServer().up(port):
+            assert len((await asked).tokens) == 12
+        await patient.close()
+
+    asyncio.run(check())
+    assert "waiting for a server, at most 20 s (start_timeout_s): " in caplog.text

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -463,11 +463,39 @@ def test_check_warns_of_a_speculative_algorithm_that_nobody_has(python):
     assert checks.warnings(Sglang, known, _planned()) == []
 
 
+def test_check_warns_of_ranks_that_draw_alike(python):
+    def said(**keys):
+        return "\n".join(checks.warnings(Sglang, _config(python, **keys), _planned()))
+
+    assert "engine.dp is 2 and engine.deterministic is false" in said(dp=2)
+    assert "seeds all ranks" not in said(dp=2, deterministic=True) + said()
+
+
 def test_check_asks_servers_past_a_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://nowhere.invalid:1")
     monkeypatch.delenv("no_proxy", raising=False)
     found = checks.check(Sglang, Sglang.Config(url="http://127.0.0.1:9"), _planned())
     assert found == ["http://127.0.0.1:9 cannot be reached: [Errno 111] Connection refused"]
+
+
+@contextmanager
+def answering(reply):
+    """The address of something that gives this answer to everybody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with suppress(OSError):  # closed at the end of the test
+                while True:
+                    connection = server.accept()[0]
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
 
 
 @pytest.mark.parametrize(
@@ -482,23 +510,29 @@ def test_check_asks_servers_past_a_proxy_of_the_environment(monkeypatch):
     ids=["no-http", "no-json", "list", "no-key", "other-server"],
 )
 def test_check_names_an_address_where_something_else_answers(reply, words):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-
-        def answer():
-            with suppress(OSError):  # closed at the end of the test
-                while True:
-                    connection = server.accept()[0]
-                    with connection:
-                        connection.recv(4096)
-                        connection.sendall(reply)
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
+    with answering(reply) as url:
         (fault,) = checks.check(Sglang, Sglang.Config(url=url), _planned())
-        server.shutdown(socket.SHUT_RDWR)
-    thread.join()
     assert fault.startswith(url) and words in fault
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({}, ""),
+        ({"dtype": "auto"}, ""),
+        ({"dtype": "bfloat16", "enable_fp32_lm_head": False}, ""),
+        ({"dtype": "half"}, "computes in float16, and engines of this precision in bfloat16"),
+        ({"enable_fp32_lm_head": True}, "was started with --enable-fp32-lm-head"),
+    ],
+    ids=str,
+)
+def test_check_holds_a_running_server_to_the_precision(info, words):
+    body = json.dumps({"version": "0.5.23", **info}).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with answering(head + body) as url:
+        found = checks.check(Sglang, Sglang.Config(url=url), _planned())
+    assert len(found) == bool(words)
+    assert all(fault.startswith(url) and words in fault for fault in found)
 
 
 def test_check_names_an_address_that_is_none():
