@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Gpu", "gpus_here", "gpus_shown", "memory_here", "parameter_count", "weight_bytes"]
@@ -24,11 +25,26 @@ class Gpu:
     name: str
     """Its model."""
     total: int
-    """Bytes of memory."""
+    """Bytes of memory; 0 where nobody says."""
+
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""A folder a GPU, where the driver is."""
 
 
 def gpus_here() -> list[Gpu]:
-    """What `nvidia-smi` lists, as many as this process is shown; none where it is not there."""
+    """What `nvidia-smi` lists, or the driver where there is no such program, of what this process
+    is shown."""
+    found = _listed() or _driven()
+    given = _shown()
+    if given is None:
+        return found
+    if all(one.isdecimal() for one in given):
+        return [found[int(one)] for one in given if int(one) < len(found)]
+    return found[: len(given)]
+
+
+def _listed() -> list[Gpu]:
     ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
@@ -36,20 +52,33 @@ def gpus_here() -> list[Gpu]:
         return []
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        name, _, size = line.rpartition(",")
-        if size.strip().isdecimal():
-            found.append(Gpu(name=name.strip(), total=int(size) << 20))
-    return found[: gpus_shown()]
+        name, comma, size = line.rpartition(",")
+        if comma:  # a size may be `[N/A]`, where memory is the machine's
+            total = int(size) << 20 if size.strip().isdecimal() else 0
+            found.append(Gpu(name=name.strip(), total=total))
+    return found
+
+
+def _driven() -> list[Gpu]:
+    try:
+        return [Gpu(name="NVIDIA GPU", total=0) for _ in _DRIVER.iterdir()]
+    except OSError:
+        return []
 
 
 def gpus_shown() -> int | None:
     """GPUs that `CUDA_VISIBLE_DEVICES` shows to this process and its children; None is all. As
     CUDA has it, what follows a negative one does not count: -1 shows none."""
+    given = _shown()
+    return None if given is None else len(given)
+
+
+def _shown() -> list[str] | None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return None
     listed = [one.strip() for one in given.split(",") if one.strip()]
-    return len([*takewhile(lambda one: not one.startswith("-"), listed)])
+    return [*takewhile(lambda one: not one.startswith("-"), listed)]
 
 
 def memory_here() -> int:

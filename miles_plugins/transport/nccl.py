@@ -7,18 +7,17 @@ worker halves are in `broadcast`, which imports torch.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import ConfigError, Context, Engine, Handle, Trainer, gpus_shown
+from miles import ConfigError, Context, Engine, Handle, Trainer, gpus_here
 from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere, same
 
-__all__ = ["Nccl", "gpus_here"]
+__all__ = ["Nccl"]
 
 
 class Nccl(Bucketed):
@@ -85,8 +84,8 @@ class Nccl(Bucketed):
             return faults  # GPUs of other machines: a runtime counts them all
         ranks = int(trainer.get("workers", 1))
         wanted = ranks + int(engine.get("workers", 1)) * int(engine.get("tp", 1))
-        present = gpus_here()
-        if not faults and present is not None and present < wanted:
+        present = len(gpus_here())
+        if not faults and 0 < present < wanted:  # without any, devices are refused by themselves
             faults.append(
                 f"trainer and engines are {wanted} ranks, and NCCL needs a GPU for each; here are "
                 f"{present}"
@@ -148,14 +147,3 @@ class Nccl(Bucketed):
         """Leave the group as well: a broadcast that was cut short leaves it unusable."""
         self._group = ()
         await super().give_up(trainer, engines)
-
-
-def gpus_here() -> int | None:
-    """NVIDIA GPUs of this machine that `CUDA_VISIBLE_DEVICES` shows; None when there is no driver
-    to tell (the run's machine may be another)."""
-    try:
-        present = len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return None
-    shown = gpus_shown()
-    return present if shown is None else min(present, shown)

@@ -68,3 +68,21 @@ def test_machine_has_the_gpus_that_are_shown(tmp_path: Path, monkeypatch: pytest
     program.unlink()
     assert gpus_here() == []
     assert memory_here() > 1 << 28
+
+
+def test_machine_counts_gpus_whose_size_nobody_says(tmp_path, monkeypatch):
+    """The sizes are of those that are shown, in their order; unified memory has none."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'A, 80'\necho 'GB10, [N/A]'\necho 'C, 40'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,7")
+    assert [(gpu.name, gpu.total >> 20) for gpu in gpus_here()] == [("C", 40), ("GB10", 0)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3156bd77")
+    assert [gpu.name for gpu in gpus_here()] == ["A"]
+    program.unlink()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for number in range(3):
+        (tmp_path / "driver" / str(number)).mkdir(parents=True)
+    monkeypatch.setattr("miles.machine._DRIVER", tmp_path / "driver")
+    assert gpus_here() == [Gpu(name="NVIDIA GPU", total=0)] * 3

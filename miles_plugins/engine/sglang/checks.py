@@ -280,7 +280,10 @@ def _shared_gpus(config: Any, planned: Any) -> Iterator[str]:
 
 def _gpu_faults(config: Any, gpus: Sequence[Gpu], servers: int) -> Iterator[str]:
     if not gpus:
-        yield "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu"
+        yield (
+            "device is cuda, and there is no GPU here (no nvidia-smi or driver shows one); use "
+            "device=cpu"
+        )
         return
     each = command.devices(config)
     wanted = config.first_gpu + servers * each

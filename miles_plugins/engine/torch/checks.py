@@ -59,11 +59,14 @@ def _lacking(config: Any, planned: Any) -> Iterator[str]:
     room, where, copies = memory_here(), "this machine's memory is", config.workers
     if config.device == "cuda":
         if not (gpus := gpus_here()):
-            yield "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu"
+            yield (
+                "device is cuda, and there is no GPU here (no nvidia-smi or driver shows one); use "
+                "device=cpu"
+            )
             return
         room, where = gpus[0].total, "the first GPU, where each of them computes, has"
     model, precision = planned.built.get("model"), planned.built.get("precision")
-    if model is None or precision is None:
+    if model is None or precision is None or not room:
         return
     need = copies * weight_bytes(model.hf_config(), precision.engine)
     if need > room:

@@ -24,15 +24,16 @@ def faults(config: Any, planned: Any) -> list[str]:
     gpus = [] if config.device == "cpu" else gpus_here()
     if config.device == "cuda" and not gpus:
         return [
-            "device is cuda, and there is no GPU here (nvidia-smi finds none); use device=cpu or "
-            "auto"
+            "device is cuda, and there is no GPU here (no nvidia-smi or driver shows one); use "
+            "device=cpu or auto"
         ]
     if gpus and config.workers > len(gpus):
         return [
             f"workers ({config.workers}) is more than the {len(gpus)} GPUs here, and NCCL refuses "
             f"two ranks on one; use trainer.workers={len(gpus)} or device=cpu"
         ]
-    return [*_memory(config, planned, min((gpu.total for gpu in gpus), default=0))]
+    smallest = min((gpu.total for gpu in gpus), default=0)
+    return [] if gpus and not smallest else [*_memory(config, planned, smallest)]
 
 
 def _memory(config: Any, planned: Any, gpu: int) -> Iterator[str]:

@@ -21,8 +21,8 @@ SEVEN = {
 def said(monkeypatch):
     """Faults of a trainer with these keys, on a machine with so many GPUs of 80 GiB."""
 
-    def look(*, gpus=0, runtime="local", **config):
-        found = [Gpu(name="H100", total=80 << 30)] * gpus
+    def look(*, gpus=0, runtime="local", gib=80, **config):
+        found = [Gpu(name="H100", total=gib << 30)] * gpus
         monkeypatch.setattr(room, "gpus_here", lambda: found)
         monkeypatch.setattr(room, "memory_here", lambda: 100 << 30)
         planned = SimpleNamespace(
@@ -39,7 +39,7 @@ def said(monkeypatch):
 
 def test_room_names_gpus_that_are_not_there(said):
     (fault,) = said(device="cuda")
-    assert "device is cuda, and there is no GPU here (nvidia-smi finds none)" in fault
+    assert "device is cuda, and there is no GPU here (no nvidia-smi or driver shows one)" in fault
     for device in ("cuda", "auto"):
         (fault,) = said(gpus=2, workers=4, device=device)
         assert "workers (4) is more than the 2 GPUs here" in fault
@@ -51,7 +51,7 @@ def test_room_names_a_model_that_does_not_fit_its_gpus(said):
     (fault,) = said(gpus=1)
     assert "weights, gradients and moments in float32 take about 122.0 GiB" in fault
     assert "a rank's GPU has 80.0 GiB; take more trainer.workers, or trainer.optimizer_s" in fault
-    assert said(gpus=2, workers=2) == []
+    assert said(gpus=2, workers=2) == said(gpus=1, gib=0) == []  # nobody says how large
     assert len(said(gpus=2, workers=2, replicas=2)) == 1
     assert said(gpus=1, optimizer_state="host") == said(gpus=1, offload_parameters=True) == []
 
