@@ -131,5 +131,6 @@ def parameter_count(config: Mapping[str, Any]) -> float:
         mlp = first * dense + (layers - first) * sparse
     else:
         mlp = layers * dense
-    heads_of_words = 1 if text.get("tie_word_embeddings") else 2
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    heads_of_words = 2 if tied is False else 1  # unsaid, it may be either: rather too few
     return layers * attention + mlp + heads_of_words * get("vocab_size") * hidden

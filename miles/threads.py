@@ -118,7 +118,11 @@ class Threads:
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             self._waiting.append((function, future))
-        self._start()
+        try:
+            self._start()
+        except RuntimeError:
+            future.cancel()  # so that nobody runs it later
+            raise
         if self._watching is not loop:
             self._watching = loop
             loop.call_later(self._timeout_s, self._look, loop)
@@ -130,7 +134,12 @@ class Threads:
                 return
             lane = _Lane()
             self._lanes.add(lane)
-        _begin(partial(self._work, lane), self._name)
+        try:
+            _begin(partial(self._work, lane), self._name)
+        except RuntimeError:  # no thread can be started: the place is another's to try
+            with self._lock:
+                self._lanes.discard(lane)
+            raise
 
     def _work(self, lane: _Lane) -> Callable[[], object]:
         """Take what waits until there is no more; in a thread."""

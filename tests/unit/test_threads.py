@@ -216,3 +216,21 @@ def test_threads_bring_quick_results_back_together() -> None:
         return told
 
     assert asyncio.run(main()) < 250
+
+
+def test_threads_give_a_place_back_that_no_thread_could_take(monkeypatch):
+    threads = Threads(1, name="few", timeout_s=5)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr("miles.threads._idle", [])
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await threads.call(lambda: ran.append(1))
+        return await threads.call(lambda: 2)
+
+    ran = []
+    assert asyncio.run(main()) == 2 and ran == []

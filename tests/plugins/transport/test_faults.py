@@ -427,6 +427,7 @@ def test_rdma_and_differences_are_refused_without_what_they_need(monkeypatch, tm
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert Rdma.check(Rdma.Config(), _planned()) == DiskDelta.check(DiskDelta.Config()) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert Rdma.check(Rdma.Config(), elsewhere) == []
     (fault,) = Rdma.check(Rdma.Config(), _planned())
     assert fault.startswith("Mooncake is not installed; pip install 'miles[rdma]'")
     assert DiskDelta.check(DiskDelta.Config()) == [
