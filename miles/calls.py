@@ -207,6 +207,10 @@ class Answerer:
         self._tasks[number] = task
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
+    def given_up(self) -> list[asyncio.Task[None]]:
+        """Answers that the other end cancelled and that have not ended yet."""
+        return [task for task in self._tasks.values() if task.cancelling()]
+
     def _greet(self, frame: Any) -> None:
         said = frame[1] if isinstance(frame, list) and frame[:1] == ["hello"] else None
         known = isinstance(said, str) and hmac.compare_digest(said, self._token or "")

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -57,6 +58,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="call")
         self._lost = asyncio.Event()
         self._answerer = Answerer(self._method, executor=self._thread, on_lost=self._lost.set)
+        self._peers: weakref.WeakSet[Answerer] = weakref.WeakSet()
         self._door: asyncio.Server | None = None
         self._meeting: socket.socket | None = None
 
@@ -80,6 +82,13 @@ class Worker:
             ends.append(close())
         if ends:
             await asyncio.wait({asyncio.create_task(end) for end in ends}, timeout=limit)
+
+    async def _let_go(self, limit: float) -> None:
+        """Wait for calls that were given up: until they end they hold the part that they were asked
+        of, and its memory with it."""
+        answerers = (self._answerer, *self._peers)
+        if left := [task for one in answerers for task in one.given_up()]:
+            await asyncio.wait(left, timeout=limit)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -132,6 +141,7 @@ class Worker:
         answerer = Answerer(
             self._engine_method, executor=self._thread, on_lost=lambda: None, token=token
         )
+        self._peers.add(answerer)
         return answerer.connection
 
     def _engine_method(self, target: str) -> Any:
@@ -156,6 +166,7 @@ class Worker:
         """Build `parts` in order, replacing what was built before; the names of what there is
         now."""
         await self._end_parts(REPLACE_S)
+        await self._let_go(REPLACE_S)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._build, parts, plugins, context)
 

@@ -44,6 +44,13 @@ def test_machine_estimate_is_near_what_models_have(config: dict[str, object], pa
 def test_machine_estimate_reads_the_text_model_of_several():
     assert parameter_count({"text_config": QWEN}) == parameter_count(QWEN)
     assert parameter_count({**QWEN, "text_config": None}) == parameter_count(QWEN)
+    # a head of its own only where that is said, within the text's part or beside it
+    own = {**QWEN, "tie_word_embeddings": False}
+    assert parameter_count(own) > parameter_count(QWEN)
+    unsaid = {name: value for name, value in QWEN.items() if name != "tie_word_embeddings"}
+    assert parameter_count(unsaid) == parameter_count(QWEN)
+    beside = {"text_config": unsaid, "tie_word_embeddings": False}
+    assert parameter_count(beside) == parameter_count(own)
 
 
 def test_machine_weights_take_the_bytes_of_their_type_or_of_what_they_are_quantized_to():

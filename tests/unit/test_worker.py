@@ -46,6 +46,13 @@ class Odd:
         self.residual = self.logits = "float32"
         self.budget = Budget(max=1.0, mean=1.0)
 
+    async def stubborn(self):
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.3)
+            raise
+
     def fingerprint(self): return "odd"
     def living(self): return len(living)
     def array(self, x): return np.full(self.config.size, x, np.int32)
@@ -105,6 +112,8 @@ def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
             await handle.call("trainer.step")
         with pytest.raises(WorkerError, match=r"precision\.wait did not answer within 0\.05 s"):
             await handle.call("precision.wait", 5, timeout=0.05)
+        with pytest.raises(WorkerError, match=r"precision\.stubborn did not answer"):
+            await handle.call("precision.stubborn", timeout=0.05)
         parts = [Spec(kind="precision", name="odd", config={"size": 2})]
         await runtime.rebuild(handle, parts, context)
         assert len(await handle.call("precision.array", np.int32(1))) == 2

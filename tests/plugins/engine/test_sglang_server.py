@@ -375,6 +375,7 @@ BIG = {
     "num_key_value_heads": 8,
     "intermediate_size": 28672,
     "vocab_size": 128256,
+    "tie_word_embeddings": False,
 }
 
 

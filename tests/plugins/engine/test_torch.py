@@ -536,6 +536,7 @@ def test_float16_engine_proves_weights_that_it_rounds(tiny):
 LARGE = {
     "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 

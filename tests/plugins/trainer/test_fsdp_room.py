@@ -13,6 +13,7 @@ from miles_plugins.trainer.fsdp import Fsdp, room
 SEVEN = {
     "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "head_dim": 128,
     "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 """Qwen3-8B: 8.2 billion parameters, 122 GiB with gradients and moments."""
 
