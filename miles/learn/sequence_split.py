@@ -8,6 +8,7 @@ packed samples and shared prompts are what they are without a split. It knows no
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,67 +48,58 @@ class Split:
         """This rank's tokens."""
         return slice(self.edges[self.rank], self.edges[self.rank + 1])
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each rank."""
+        return [stop - start for start, stop in itertools.pairwise(self.edges)]
+
     def to_heads(self, own_1HtD: Tensor) -> Tensor:
         """(1, H, own tokens, D) of all heads in, (1, H / ranks, T, D) of this rank's heads out.
         Fewer heads than ranks are repeated first, as key heads may be. Every rank has to call."""
         heads = own_1HtD.shape[1]
         if heads < self.ranks:
             own_1HtD = own_1HtD.repeat_interleave(self.ranks // heads, dim=1)
-        out: Tensor = _ToHeads.apply(own_1HtD[0], self)  # type: ignore[no-untyped-call]
-        return out[None]
+        _, heads, tokens, width = own_1HtD.shape
+        share = heads // self.ranks
+        sizes = [share * length * width for length in self.lengths]
+        got = self._exchange(own_1HtD, [share * tokens * width] * self.ranks, sizes)
+        parts = zip(torch.split(got, sizes), self.lengths, strict=True)
+        return torch.cat([part.view(1, share, length, width) for part, length in parts], dim=2)
 
     def to_tokens(self, heads_1ThD: Tensor) -> Tensor:
         """(1, T, H / ranks, D) of this rank's heads in, (1, own tokens, H, D) of all heads out.
         Every rank has to call."""
+        _, _, share, width = heads_1ThD.shape
         heads_hTD = heads_1ThD[0].transpose(0, 1)
-        out: Tensor = _ToTokens.apply(heads_hTD, self)  # type: ignore[no-untyped-call]
-        return out.transpose(0, 1)[None]
+        sent = torch.cat([part.reshape(-1) for part in torch.split(heads_hTD, self.lengths, 1)])
+        own = self.lengths[self.rank]
+        sizes = [share * length * width for length in self.lengths]
+        got = self._exchange(sent, sizes, [share * own * width] * self.ranks)
+        return got.view(1, self.ranks * share, own, width).transpose(1, 2)
+
+    def _exchange(self, sent: Tensor, sizes: list[int], wanted: list[int]) -> Tensor:
+        """`sizes` elements to each rank, in order, and `wanted` from each, (elements,)."""
+        got: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+            sent.reshape(-1), sizes, wanted, self.group
+        )
+        return got
 
 
-def _gather(own_HtD: Tensor, split: Split) -> Tensor:
-    heads, tokens, width = own_HtD.shape
-    share = heads // split.ranks
-    mine = share * width
-    lengths = [stop - start for start, stop in zip(split.edges, split.edges[1:], strict=False)]
-    got = own_HtD.new_empty(mine * split.edges[-1])
-    sizes = [mine * length for length in lengths]
-    sent = [mine * tokens] * split.ranks
-    dist.all_to_all_single(got, own_HtD.contiguous().view(-1), sizes, sent, group=split.group)
-    parts = torch.split(got, sizes)
-    shaped = [p.view(share, n, width) for p, n in zip(parts, lengths, strict=True)]
-    return torch.cat(shaped, dim=1)
+def _all_to_all(sent: Tensor, sizes: list[int], wanted: list[int], group: Any) -> Tensor:
+    got = sent.new_empty(sum(wanted))
+    dist.all_to_all_single(got, sent.contiguous(), wanted, sizes, group=group)
+    return got
 
 
-def _scatter(heads_hTD: Tensor, split: Split) -> Tensor:
-    heads, _, width = heads_hTD.shape
-    lengths = [stop - start for start, stop in zip(split.edges, split.edges[1:], strict=False)]
-    sent = torch.cat([part.reshape(-1) for part in torch.split(heads_hTD, lengths, 1)])
-    own = lengths[split.rank]
-    got = heads_hTD.new_empty(split.ranks * heads * own * width)
-    sizes = [heads * length * width for length in lengths]
-    dist.all_to_all_single(got, sent, [heads * own * width] * split.ranks, sizes, group=split.group)
-    return got.view(split.ranks * heads, own, width)
+class _AllToAll(torch.autograd.Function):
+    """Gradients go back the way the values came; torch's own is deprecated for a private one."""
 
-
-class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_HtD: Tensor, split: Split) -> Tensor:
-        ctx.split = split
-        return _gather(own_HtD, split)
+    def forward(ctx: Any, sent: Tensor, sizes: list[int], wanted: list[int], group: Any) -> Tensor:
+        ctx.back = wanted, sizes, group
+        return _all_to_all(sent, sizes, wanted, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_hTD: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad_hTD, ctx.split), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads_hTD: Tensor, split: Split) -> Tensor:
-        ctx.split = split
-        return _scatter(heads_hTD, split)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_HtD: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_HtD, ctx.split), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, *ctx.back), None, None, None
