@@ -10,6 +10,7 @@ more, and writes what it saw to `rank_<r>_of_<world>.npz` below the directory.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -109,3 +110,4 @@ def main(
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # as workers do: threads of a group may abort an interpreter that takes itself down
