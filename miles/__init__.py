@@ -6,9 +6,6 @@ at `miles.loop`. It imports no torch, hydra or stevedore.
 
 from miles import batch, episode, errors, machine, protocols, types
 from miles.batch import *  # noqa: F403
-from miles.calls import Caller, keep_alive
-from miles.child_server import ChildServer, serve_child
-from miles.daemon import asked_to_stop, secret_in
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
 from miles.hookspecs import hookimpl
@@ -16,9 +13,12 @@ from miles.identity import process_alive, process_identity
 from miles.machine import *  # noqa: F403
 from miles.protocols import *  # noqa: F403
 from miles.seeds import derive_seed
+from miles.serving.child_server import ChildServer, serve_child
+from miles.serving.daemon import asked_to_stop, secret_in
 from miles.settings import RunKeys, SessionKeys, Settings
 from miles.threads import Threads, in_thread
 from miles.types import *  # noqa: F403
+from miles.wire.calls import Caller, keep_alive
 
 __version__ = "0.1.0"
 __all__ = [

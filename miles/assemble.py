@@ -16,20 +16,20 @@ from typing import Any
 
 import msgspec
 
-from miles import here
 from miles.batch import Receipt
 from miles.buffer import Buffer
-from miles.engines import Engines
 from miles.errors import ConfigError, EngineError, WorkerError
-from miles.eval_fleet import EvalFleet
+from miles.evaluation.eval_fleet import EvalFleet
 from miles.placement import Colocated, Placement, Split
-from miles.pool import TRIES, Pool
 from miles.protocols import Context, Handle, Spec
-from miles.remote import RemoteTrainer
-from miles.rollouts import Rollouts
 from miles.settings import Settings
 from miles.stage import Shared, Stage
-from miles.weights import Weights
+from miles.wire.remote import RemoteTrainer
+from miles.workers import here
+from miles.workers.engines import Engines
+from miles.workers.pool import TRIES, Pool
+from miles.workers.rollouts import Rollouts
+from miles.workers.weights import Weights
 
 __all__ = ["build", "make_buffer", "make_context", "make_eval_fleet", "make_placement"]
 

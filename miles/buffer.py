@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from miles.accounts import Accounts
-from miles.starvation import Standstill, starved
+from miles.records.accounts import Accounts
+from miles.records.starvation import Standstill, starved
 from miles.types import Drop, Group, Task
 
 __all__ = ["Buffer", "Lease"]

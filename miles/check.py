@@ -14,12 +14,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from miles import conformance, schema
-from miles.check_sessions import through_faults
+from miles.composing.check_sessions import through_faults
 from miles.config import Plan, Stage, once
 from miles.errors import MilesError
 from miles.plugins import Registry
 from miles.protocols import KINDS, Context, Spec
+from miles.registry import conformance, schema
 from miles.settings import Settings
 
 __all__ = ["Planned", "Report", "check"]

@@ -184,7 +184,7 @@ def _plugin_words(plugins: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from miles.compose import quoted
+    from miles.composing.compose import quoted
     from miles.config import compose
 
     overrides = [quoted(text) for text in args.overrides]
@@ -198,7 +198,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _run(args: argparse.Namespace) -> int:
     if args.multirun:
-        from miles.sweep import sweep
+        from miles.composing.sweep import sweep
 
         return sweep(args.overrides, registry=args.registry, folders=args.config_dir)
     from miles.check import check
@@ -235,7 +235,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from miles.catalog import resolved_lines
+    from miles.registry.catalog import resolved_lines
 
     plan = _plan(args)
     for stage in plan.stages:
@@ -258,7 +258,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from miles.evaluate import eval_command
+    from miles.evaluation.evaluate import eval_command
 
     return eval_command(args)
 
@@ -270,27 +270,27 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from miles.catalog import print_list
+    from miles.registry.catalog import print_list
 
     print_list(args.registry, kind=args.kind, as_json=args.json)
     return 0
 
 
 def _show_plugin(args: argparse.Namespace) -> int:
-    from miles.catalog import print_component, print_hook
+    from miles.registry.catalog import print_component, print_hook
 
     (print_hook if args.kind == "hook" else print_component)(args.registry, args.kind, args.name)
     return 0
 
 
 def _check_plugins(args: argparse.Namespace) -> int:
-    from miles.catalog import check_plugins
+    from miles.registry.catalog import check_plugins
 
     return check_plugins(args.registry, args.name, contract=args.contract)
 
 
 def _new(args: argparse.Namespace) -> int:
-    from miles.scaffold import write
+    from miles.registry.scaffold import write
 
     print(write(args.name, args.into, taken=args.registry.names("environment")))
     return 0

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles import schema
-from miles.compose import Assignment, Files, assignment, parse
-from miles.draft import COMMAND_LINE, Draft, Tree
+from miles.composing.compose import Assignment, Files, assignment, parse
+from miles.composing.draft import COMMAND_LINE, Draft, Tree
 from miles.errors import ConfigError, MilesError, choices
 from miles.plugins import Registry
 from miles.protocols import KINDS, Spec
+from miles.registry import schema
 from miles.settings import Settings
 
 __all__ = ["Plan", "Stage", "compose", "once"]

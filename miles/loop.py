@@ -94,7 +94,8 @@ class Run(Protocol):
 
 
 class Rollouts(Protocol):
-    """Everything that playing a group may use; `miles.rollouts` is it, in a rollout worker."""
+    """Everything that playing a group may use; `miles.workers.rollouts` is it, in a rollout
+    worker."""
 
     settings: Settings
     environment: Environment

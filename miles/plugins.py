@@ -15,8 +15,7 @@ from typing import Any
 
 import pluggy
 
-from miles import conformance, discovery, families, hookspecs, schema
-from miles.discovery import HOOKS, Entry
+from miles import hookspecs
 from miles.errors import (
     ContractError,
     MilesError,
@@ -25,8 +24,10 @@ from miles.errors import (
     PluginNotFound,
     choices,
 )
-from miles.moments import Moments
 from miles.protocols import KINDS, Context, Spec
+from miles.registry import conformance, discovery, families, schema
+from miles.registry.discovery import HOOKS, Entry
+from miles.registry.moments import Moments
 
 __all__ = ["SPECIFIED", "Entry", "Registry", "compare_provenance"]
 
@@ -123,7 +124,7 @@ class Registry:
         return tuple(discovery.conflict(found) for found in claims.values() if len(found) > 1)
 
     def filled_in(self, overrides: Sequence[str]) -> list[str]:
-        """See `miles.families`: the model of a checkpoint that these overrides name."""
+        """See `miles.registry.families`: the model of a checkpoint that these overrides name."""
         return families.filled_in(overrides, self)
 
     # ---------------------------------------------------------------- components

@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, from the files in its directory.
 
 It works on a run in progress and needs no network, no server and no plotting library; reading the
-files is `miles.record`, drawing is `miles.curves`.
+files is `miles.records.record`, drawing is `miles.records.curves`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from miles.curves import Panel, Point, Series, bars, chart, short
-from miles.record import Line, Record, read
+from miles.records.curves import Panel, Point, Series, bars, chart, short
+from miles.records.record import Line, Record, read
 
 __all__ = ["write"]
 

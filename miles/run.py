@@ -19,14 +19,14 @@ from typing import Any
 
 from miles import checkpoint, loop
 from miles.assemble import build
-from miles.directory import Directory, differences, recorded
 from miles.errors import BufferStarved, ConfigError, MilesError, RunError
-from miles.ledger import Ledger
 from miles.plugins import compare_provenance
 from miles.protocols import Context
-from miles.schema import plain
+from miles.records.directory import Directory, differences, recorded
+from miles.records.ledger import Ledger
+from miles.records.tracking import Tracking
+from miles.registry.schema import plain
 from miles.stage import Shared, Stage
-from miles.tracking import Tracking
 from miles.types import Group
 
 __all__ = ["execute", "expand_resume", "log_to"]

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from miles.compose import quoted
+from miles.composing.compose import quoted
 from miles.config import Plan, Stage, compose
-from miles.daemon import asked_to_stop, secret_in
 from miles.errors import ConfigError
 from miles.protocols import Context, Spec
 from miles.seeds import derive_seed
+from miles.serving.daemon import asked_to_stop, secret_in
 from miles.session import Sessions
 from miles.session.server import make_app, serve
 from miles.settings import Settings
@@ -43,7 +43,7 @@ def serve_command(overrides: Sequence[str], *, registry: Any, folders: Sequence[
     override as a run takes it. Raises `ConfigError`, `EngineError`."""
     overrides, workers = _workers(overrides)
     if workers > 1:
-        from miles.fleet import serve_fleet
+        from miles.workers.fleet import serve_fleet
 
         plan = planned(overrides, registry=registry, folders=folders)
         settings = plan.stages[0].settings

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from miles.engines import Engines
-from miles.here import Here
-from miles.ledger import Ledger
 from miles.protocols import Handle
-from miles.tracking import Tracking
+from miles.records.ledger import Ledger
+from miles.records.tracking import Tracking
 from miles.types import Group
+from miles.workers.engines import Engines
+from miles.workers.here import Here
 
 __all__ = ["Shared"]
 

@@ -20,7 +20,6 @@ import msgspec
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.engines import Engines
 from miles.errors import (
     BadReward,
     EngineError,
@@ -29,20 +28,21 @@ from miles.errors import (
     RunError,
     WorkerError,
 )
-from miles.eval_fleet import EvalFleet
-from miles.evaluations import Evaluations, Snapshots, Watched
-from miles.measure import Measure
+from miles.evaluation.eval_fleet import EvalFleet
+from miles.evaluation.evaluations import Evaluations, Snapshots, Watched
 from miles.placement import Placement
 from miles.plain import of_plain, to_plain
-from miles.pool import Pool
-from miles.probe import probe, wants_probe
-from miles.remote import RemoteTrainer
+from miles.records.measure import Measure
 from miles.settings import Settings
 from miles.shared import Shared
 from miles.threads import in_thread
 from miles.types import Array, Drop, Group, Sampling, Task
-from miles.waiting import tell
-from miles.weights import Weights
+from miles.wire.remote import RemoteTrainer
+from miles.workers.engines import Engines
+from miles.workers.pool import Pool
+from miles.workers.probe import probe, wants_probe
+from miles.workers.waiting import tell
+from miles.workers.weights import Weights
 
 __all__ = ["Shared", "Stage"]
 

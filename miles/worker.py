@@ -1,8 +1,8 @@
 """The one entry of every worker process: `python -m miles.worker --fd N --name NAME`.
 
 A worker receives names and plain configs over an inherited socket, loads the same plugins as its
-driver, builds the parts through the same factories, and answers calls (`miles.calls`). It ends when
-its driver does.
+driver, builds the parts through the same factories, and answers calls (`miles.wire.calls`). It ends
+when its driver does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from miles import checkpoint
-from miles.calls import Answerer
 from miles.errors import PluginVersionError, WeightSyncError, WorkerError
 from miles.identity import process_identity
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
-from miles.rollouts import Rollouts
-from miles.wire import Connection
+from miles.wire.calls import Answerer
+from miles.wire.frames import Connection
+from miles.workers.rollouts import Rollouts
 
 __all__ = ["main"]
 

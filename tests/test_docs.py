@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from miles import KINDS, Settings, hookspecs, schema
+from miles import KINDS, Settings, hookspecs
 from miles.cli import main
-from miles.plugin_tables import filled
 from miles.plugins import SPECIFIED, Registry
+from miles.registry import schema
+from miles.registry.plugin_tables import filled
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = (ROOT / "PLUGINS.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ BUILTINS = [
 
 
 def test_tables_are_what_the_code_makes():
-    assert filled(PLUGINS) == PLUGINS, "run `python -m miles.plugin_tables`"
+    assert filled(PLUGINS) == PLUGINS, "run `python -m miles.registry.plugin_tables`"
 
 
 @pytest.mark.parametrize("hook", SPECIFIED)

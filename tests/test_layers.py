@@ -35,16 +35,14 @@ TABLE = {
         "types batch errors plain seeds settings identity machine threads", "data", "numpy"
     ),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
-    "wire": Row("wire calls remote", "data contract wire", "numpy msgspec"),
+    "wire": Row("wire", "data contract wire", "numpy msgspec"),
     "plugins": Row(
-        "schema conformance discovery moments families plugins compose draft config check"
-        " check_sessions catalog scaffold sweep plugin_tables",
+        "registry plugins composing config check",
         "data contract plugins testing",
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
     "loop": Row(
-        "accounts starvation deadline buffer placement checkpoint ledger tracking measure loop"
-        " directory record curves report",
+        "buffer placement checkpoint loop records report",
         "data contract loop",
         "numpy msgspec omegaconf matplotlib",
     ),
@@ -60,13 +58,12 @@ TABLE = {
         "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
-        "stage shared pool here engines weights probe waiting served sessions fleet rollouts"
-        " assemble run"
-        " simulate serve evaluate evaluations eval_fleet convert worker cli __main__",
+        "workers evaluation stage shared sessions assemble run simulate serve convert worker cli"
+        " __main__",
         "data contract wire plugins loop session testing children assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),
-    "children": Row("child_server daemon", "data", "uvicorn"),
+    "children": Row("serving", "data", "uvicorn"),
     "facade": Row("__init__", "data contract wire children"),
 }
 """Bottom to top. A module that is in no row, and an import that its row does not allow, fail."""

@@ -18,12 +18,12 @@ from miles.batch import Batch
 from miles.buffer import Lease
 from miles.errors import WorkerError
 from miles.protocols import Tools
-from miles.rollouts import as_they_end
 from miles.seeds import derive_seed
 from miles.session.partial import Partial
 from miles.simulate.engine import ModelledEngine
 from miles.stage import Shared
 from miles.types import Group, Sampling
+from miles.workers.rollouts import as_they_end
 
 if TYPE_CHECKING:
     from miles.simulate.simulation import Simulation
@@ -90,7 +90,7 @@ class Outside:
 
 
 class Fleet:
-    """What a stage asks of `miles.engines`, over modelled ones, dead ones among them."""
+    """What a stage asks of `miles.workers.engines`, over modelled ones, dead ones among them."""
 
     def __init__(self, engines: Sequence[ModelledEngine]) -> None:
         self._engines = engines
@@ -116,7 +116,7 @@ class Fleet:
 
 
 class Pool:
-    """What a stage asks of `miles.pool`: groups are played by `miles.loop.rollout`, here."""
+    """What a stage asks of `miles.workers.pool`; `miles.loop.rollout` plays the groups, here."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -146,8 +146,8 @@ class Pool:
 
 
 class Worker:
-    """Implements `miles.Handle` over the rollouts of a simulation, for `miles.pool` itself where
-    workers die: what it plays is lost with it."""
+    """Implements `miles.Handle` over the rollouts of a simulation, for `miles.workers.pool` itself
+    where workers die: what it plays is lost with it."""
 
     world = 1
 
@@ -172,7 +172,7 @@ class Worker:
         return [await self.call(target, *args, **kwargs)]
 
     async def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Group | None]:
-        """As `miles.rollouts.Rollouts.returning`."""
+        """As `miles.workers.rollouts.Rollouts.returning`."""
         lease = Lease(id=args[0], task=args[1])
 
         async def play(tell: Callable[[], None]) -> Group:

@@ -247,7 +247,7 @@ def _sensitivity(base: Case, factor: float, play: Callable[[Case], Result]) -> i
 
 
 def _key_lines() -> list[str]:
-    from miles import schema
+    from miles.registry import schema
     from miles.simulate.keys import Keys
 
     found: list[str] = []

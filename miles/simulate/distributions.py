@@ -114,7 +114,7 @@ def numbers(path: Path, column: str) -> list[float]:
 
 
 def _of_run(path: Path, column: str) -> list[float]:
-    from miles.record import read
+    from miles.records.record import read
 
     steps = read(path).steps
     found = [float(s[column]) for s in steps if isinstance(s.get(column), int | float)]

@@ -1,7 +1,7 @@
 """Modelled evaluations apart from training: on engines of their own, by a command, from snapshots.
 
-Which versions are due, what waits and what is skipped is decided by `miles.evaluations`, and a
-score on engines by the run's own evaluator; of a snapshot there is only a name.
+Which versions are due, what waits and what is skipped is decided by `miles.evaluation.evaluations`,
+and a score on engines by the run's own evaluator; of a snapshot there is only a name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from miles import loop
 from miles.batch import Score, Skipped
 from miles.buffer import Lease
-from miles.evaluations import Snapshots
+from miles.evaluation.evaluations import Snapshots
 from miles.router import Router
 from miles.seeds import derive_seed
 from miles.simulate.around import Rollouts
@@ -43,7 +43,7 @@ class NamedSnapshots(Snapshots):
 
 
 class ModelledEvalFleet:
-    """What evaluations ask of `miles.eval_fleet`."""
+    """What evaluations ask of `miles.evaluation.eval_fleet`."""
 
     def __init__(self, simulation: Simulation, *, count: int) -> None:
         """`count` engines, as fast as those that train. To be made in the loop."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles import schema
 from miles.errors import ConfigError
+from miles.registry import schema
 from miles.simulate.distributions import Distribution
 
 __all__ = [

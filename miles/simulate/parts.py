@@ -115,7 +115,7 @@ class ModelledTrainer:
 
 
 class ModelledWeights:
-    """What a stage asks of `miles.weights`."""
+    """What a stage asks of `miles.workers.weights`."""
 
     def __init__(
         self,

@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from miles import schema
 from miles.errors import ConfigError
-from miles.probe import FEW
 from miles.protocols import KINDS
-from miles.record import read
+from miles.records.record import read
+from miles.registry import schema
 from miles.settings import RunKeys, Settings
+from miles.workers.probe import FEW
 
 __all__ = ["WARM", "Recorded", "load", "together"]
 

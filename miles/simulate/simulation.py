@@ -17,12 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from miles import loop, pool
+from miles import loop
 from miles.assemble import make_buffer, make_placement
 from miles.batch import Batch, Tokens, Update
 from miles.errors import ConfigError
-from miles.evaluations import Evaluations
-from miles.probe import few_tokens
+from miles.evaluation.evaluations import Evaluations
 from miles.protocols import Context
 from miles.router import Router
 from miles.seeds import derive_seed
@@ -38,6 +37,8 @@ from miles.simulate.result import Result, Step
 from miles.simulate.watching import Engines, Timeline, Trainer
 from miles.stage import Stage
 from miles.types import Group
+from miles.workers import pool
+from miles.workers.probe import few_tokens
 
 __all__ = ["Simulation", "build"]
 

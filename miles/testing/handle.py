@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from miles.errors import WorkerError
-from miles.wire import decode, encode, error_from_wire, error_to_wire
+from miles.wire.frames import decode, encode, error_from_wire, error_to_wire
 
 __all__ = ["FakeHandle"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from miles.errors import ConfigError
-from miles.families import family, hf_config
 from miles.plugins import Registry
 from miles.protocols import Context, Spec
+from miles.registry.families import family, hf_config
 from miles.testing.tito_boundaries import cut_faults, search
 from miles.testing.tito_grid import Line, verify
 from miles.testing.tito_live import verify_live

@@ -24,7 +24,7 @@ from typing import Any
 
 import clock
 
-from miles.record import read
+from miles.records.record import read
 
 HERE = Path(__file__).resolve().parent
 COMMON = ("experiment=grpo", "evaluator=null", "tracker=[jsonl]", "selector.admit=[none]")

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.record import read
+from miles.records.record import read
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 0.95

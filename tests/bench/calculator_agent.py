@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.record import Record, read
+from miles.records.record import Record, read
 
 WALL_S = 300.0
 RISE = 0.3

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.metrics import faults
-from miles.record import Record, read
+from miles.records.record import Record, read
 
 WALL_S = 180.0
 ACCURACY = 0.95

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles.checkpoint import find
-from miles.ledger import fates
+from miles.records.ledger import fates
 
 TARGETS = ("driver", "trainer", "engine", "rollout")
 PLUGIN = Path(__file__).with_name("served_turns.py")

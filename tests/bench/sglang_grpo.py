@@ -35,7 +35,7 @@ from typing import Any
 
 import sglang_server
 
-from miles.record import Record, read
+from miles.records.record import Record, read
 
 MISMATCH = 0.02
 FIRST, LAST = 3, 10

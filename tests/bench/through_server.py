@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from miles import Completion, Context, Message, Reply, SessionKeys, Settings, Span, Step, Task
-from miles.rollouts import Rollouts
 from miles.router import Router
+from miles.workers.rollouts import Rollouts
 from miles_plugins.tito.bytes import Bytes
 
 TITO = Bytes(Bytes.Config(), Context(directory=Path()))

@@ -68,7 +68,7 @@ def test_resume_after_a_crash_gives_the_same_losses_and_weights(tiny, command, t
 
 @pytest.mark.slow
 def test_resume_marks_what_the_lost_weights_were_trained_on(tiny, command, tmp_path):
-    from miles.ledger import fates
+    from miles.records.ledger import fates
 
     copy = _crashed_copy(tiny, tmp_path, 5)
     ended = command("run", f"resume={copy.directory}", "tracker=[jsonl]")

@@ -12,8 +12,8 @@ import pytest
 
 from miles import KINDS, checkpoint
 from miles.cli import main, selection
+from miles.composing.sweep import sweep
 from miles.plugins import Registry
-from miles.sweep import sweep
 
 KEYS = ("experiment=grpo", "tito=bytes")
 RUN_COMMANDS = ("run", "check", "show", "report", "plugins")

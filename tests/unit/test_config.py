@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from miles import Settings, schema
-from miles.compose import own_folder, quoted
+from miles import Settings
+from miles.composing.compose import own_folder, quoted
 from miles.config import compose
 from miles.errors import ConfigError
+from miles.registry import schema
 
 KEYS = ("experiment=grpo", "tito=bytes")
 

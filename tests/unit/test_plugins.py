@@ -232,7 +232,7 @@ def test_build_tells_every_fault_of_a_configuration(words, tmp_path):
 
 
 def test_every_builtin_conforms_as_a_class():
-    from miles.conformance import component_faults
+    from miles.registry.conformance import component_faults
 
     registry = Registry.load(allow=["miles"])
     for kind in KINDS:

@@ -12,8 +12,8 @@ import pytest
 
 from miles import BufferStarved, Drop, Group, RunError, Task, Trajectory
 from miles.buffer import Buffer, Lease
-from miles.ledger import Ledger
 from miles.placement import Colocated
+from miles.records.ledger import Ledger
 from miles.run import _done, _explained, _Run
 from miles.settings import Settings
 

@@ -29,8 +29,8 @@ from miles import (
 )
 from miles.buffer import Buffer, Lease
 from miles.placement import Split
-from miles.pool import Pool
 from miles.stage import Shared, Stage
+from miles.workers.pool import Pool
 
 
 class Weights:

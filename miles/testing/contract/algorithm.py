@@ -17,7 +17,7 @@ from miles.batch import Batch, flatten
 from miles.testing.contract.case import Case, expect, fault
 from miles.testing.samples import make_group
 from miles.types import Array, Group, Sample, Trajectory
-from miles.wire import decode, encode
+from miles.wire.frames import decode, encode
 
 PASSES = ("current", "reference")
 

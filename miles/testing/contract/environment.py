@@ -18,7 +18,7 @@ from miles.testing.bigram import FakeEngine
 from miles.testing.contract.case import Case, equal_json, expect, fault, inapplicable
 from miles.testing.served import fake_serve
 from miles.types import Group, Message, Sampling, Task, Trajectory
-from miles.wire import decode, encode
+from miles.wire.frames import decode, encode
 
 REPLIES = ("", "7", "the answer is 12", "\x00\ufffd é 🦊\n\n", "9" * 400)
 """Nothing, something, something wordy, something odd, too much."""

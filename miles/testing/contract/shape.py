@@ -13,10 +13,10 @@ import subprocess
 import sys
 from typing import Any
 
-from miles import schema
-from miles.conformance import component_faults
 from miles.errors import ConfigError
 from miles.protocols import Spec
+from miles.registry import schema
+from miles.registry.conformance import component_faults
 from miles.testing.contract.case import Case, expect, raises
 
 HEAVY = ("torch", "transformers", "ray", "sglang", "vllm", "tensorflow", "jax")

@@ -442,8 +442,8 @@ def test_numbers_that_cannot_be_meant_are_refused(kind, tmp_path):
 
 
 def test_transport_that_cannot_reach_an_engine_is_refused():
-    from miles.conformance import carried
     from miles.protocols import Spec
+    from miles.registry.conformance import carried
 
     class Files:
         brings = ("directory",)

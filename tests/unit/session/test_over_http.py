@@ -28,10 +28,10 @@ from miles import (
     TokenMismatch,
 )
 from miles.buffer import Lease
-from miles.rollouts import Rollouts
 from miles.router import Router
 from miles.session import SessionConversation
 from miles.testing import tool_call
+from miles.workers.rollouts import Rollouts
 from miles_plugins.environment.tools import Tools
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.precision.fp32 import Fp32

@@ -20,7 +20,7 @@ import pytest
 
 from miles.check import setting_faults
 from miles.errors import WorkerError
-from miles.ledger import Ledger, fates
+from miles.records.ledger import Ledger, fates
 from miles.settings import Settings
 from miles.simulate import clock
 from miles.simulate.around import Outside

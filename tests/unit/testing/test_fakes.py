@@ -19,7 +19,7 @@ from miles import (
     WorkerError,
     flatten,
 )
-from miles.conformance import component_faults
+from miles.registry.conformance import component_faults
 from miles.testing import (
     FakeEngine,
     FakeEnvironment,

@@ -1,0 +1,1 @@
+"""Behind `miles.config`: the override grammar, stages while they are put together, sweeps."""

@@ -1,0 +1,1 @@
+"""How versions are scored beside the training: when, where, and by hand."""

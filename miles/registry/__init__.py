@@ -1,0 +1,1 @@
+"""Behind `miles.plugins`: where names come from, what they must do, how they are listed."""

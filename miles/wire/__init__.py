@@ -1,0 +1,1 @@
+"""What crosses a process boundary: frames, calls, and components mirrored on the other side."""

@@ -1,0 +1,1 @@
+"""The run's processes as the driver sees them: rollout workers, engines, weights on their way."""
