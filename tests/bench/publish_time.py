@@ -13,6 +13,10 @@ and compares them where that is due), `prove` and `go_on` (a server), `first_tok
 two ceilings are measured: `gather`, the export alone, and `raw`, the same number of bytes in bare
 broadcasts (nccl) or copies (ipc). The bound is that transfer takes at most the larger of 0.5 s and
 three times their sum.
+
+With `transport=nccl` and `--engine-gpu 0` both sides stand on one GPU: NCCL takes them for two
+machines and moves bytes by sockets. That shows that the parts meet and agree; its seconds say
+nothing of NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -119,6 +123,8 @@ def _broadcast(rank: int, size: int, bucket: int, device: str, other: int, folde
 
     place = torch.device("cpu")
     if device == "cuda":
+        if not other:
+            os.environ["NCCL_HOSTID"] = f"rank-{rank}"
         place = torch.device("cuda", other if rank else 0)
         torch.cuda.set_device(place)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -157,7 +163,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         parts = [*both, specs["trainer"], specs["transport"]]
         world = int(specs["trainer"].config.get("workers", 1))
         trainer = Timed(await runtime.start("trainer", parts, context, world=world), spans)
-        with visible(args.engine_gpu if args.device == "cuda" else None):
+        with children(engine_variables(args, specs["transport"].name)):
             parts = [*both, specs["engine"], specs["transport"]]
             engine = Timed(await runtime.start("engine", parts, context), spans)
         rounds = [
@@ -179,6 +185,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "transport": specs["transport"].name, "engine": specs["engine"].name, "size": args.size,
         "GB": size / 1e9, "gather_s": gather, "raw_s": bare, "bound_s": bound,
         "within": later["transfer"] <= bound, "first": rounds[0], "median": later,
+        "one_gpu": specs["transport"].name == "nccl" and not args.engine_gpu,
     }  # fmt: skip
 
 
@@ -215,19 +222,28 @@ def overrides(args: argparse.Namespace, folder: Path) -> list[str]:
     return [*words, *args.overrides]
 
 
+def engine_variables(args: argparse.Namespace, transport: str) -> dict[str, str]:
+    """Shows an engine worker its GPU alone; on the trainer's own, NCCL has to take the two for
+    different machines, since it refuses ranks that share a GPU."""
+    if args.device != "cuda":
+        return {}
+    if args.engine_gpu:
+        return {"CUDA_VISIBLE_DEVICES": str(args.engine_gpu)}
+    return {"NCCL_HOSTID": "engine"} if transport == "nccl" else {}
+
+
 @contextmanager
-def visible(gpu: int | None):
-    """Show children that are started inside one GPU alone."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+def children(variables: dict[str, str]):
+    """Processes that are started inside have these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if gpu:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            if before is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def main() -> None:

@@ -8,7 +8,8 @@
 DIR holds a checkpoint, such as SmolLM2-135M-Instruct, for `smollm2_arithmetic`;
 `--agentic` is `calculator_agent` from nothing, every sampled turn a request to the session server.
 Words with `=` are overrides of the run. Layouts: `colocated` takes turns on GPU 0, weights by
-`ipc`; `disaggregated` has the trainer on GPU 0 and the server on GPU 1, weights by `nccl`; on a
+`ipc`; `disaggregated` has the trainer on GPU 0 and the server on GPU 1, weights by `nccl`;
+`shared` lets both work at once on GPU 0, weights by `disk`: asynchrony where there is one GPU. On a
 CPU weights move by `disk`.
 
 Limits: the run ends well within `--limit-s`; no token mismatch; for a checkpoint also: the mean
@@ -241,7 +242,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="directory of the checkpoint")
     parser.add_argument("--agentic", action="store_true", help="calculator_agent, from nothing")
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning")
-    parser.add_argument("--layout", choices=("colocated", "disaggregated"), default="colocated")
+    parser.add_argument(
+        "--layout", choices=("colocated", "disaggregated", "shared"), default="colocated"
+    )
     parser.add_argument("--max-lag", type=int, default=0)
     parser.add_argument("--rise", type=_rise, default=0.05, help="of the reward; none has no limit")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for everything")

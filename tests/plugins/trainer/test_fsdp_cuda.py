@@ -3,6 +3,7 @@ NCCL."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +109,17 @@ def test_finer_roundings_bring_bf16_nearer_to_float32(make_trainer, make_batch, 
     assert gaps[2] < 0.9 * gaps[1]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_gpus_equal_one(tmp_path, precision):
-    runpy.run_path(str(RANKS))["check"](tmp_path, precision, "cuda")
+@pytest.mark.parametrize(
+    ("precision", "fields"),
+    [
+        ("fp32", {}),
+        ("bf16", {}),
+        ("bf16", {"optimizer_state": "host"}),
+        ("fp32", {"context_parallel": 2}),
+        ("bf16", {"context_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_two_ranks_on_nccl_equal_one(tmp_path, precision, fields):
+    """Each on a GPU of its own, or both on the only one."""
+    runpy.run_path(str(RANKS))["check"](tmp_path, precision, "cuda", json.dumps(fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from miles import Settings, TrainerError
 from miles.testing import context
@@ -23,6 +25,13 @@ def run_alone(directory, precision, device):
     """Run one process's job here; what it saw."""
     runpy.run_path(str(SCRIPT))["main"]("0", "1", "", str(directory), precision, device)
     return dict(np.load(directory / "rank_0_of_1.npz"))
+
+
+def on_one_gpu(rank, world, device):
+    """Variables with which NCCL takes ranks that share a GPU for ranks of different machines, and
+    connects them by sockets; it refuses them otherwise."""
+    shared = device == "cuda" and torch.cuda.device_count() < world
+    return {"NCCL_HOSTID": f"rank-{rank}"} if shared else {}
 
 
 def run(directory, world, precision, device, fields="{}"):
@@ -38,6 +47,7 @@ def run(directory, world, precision, device, fields="{}"):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, **on_one_gpu(rank, world, device)},
         )
         for rank in range(world)
     ]
@@ -67,10 +77,10 @@ def test_two_ranks_equal_one(tmp_path, precision):
     check(tmp_path, precision, "cpu")
 
 
-def check(directory, precision, device):
+def check(directory, precision, device, fields="{}"):
     """Run both and compare; `test_fsdp_cuda` does so on GPUs."""
     alone = run_alone(directory, precision, device)
-    both = run(directory, 2, precision, device)
+    both = run(directory, 2, precision, device, fields)
     for found in both:
         assert found.keys() == alone.keys()
         for name, value in alone.items():

@@ -42,13 +42,20 @@ def test_partial_does_not_ask_again_for_what_nobody_waits_for(ask):
     inner = Streaming(Streaming.Config(delay_s=0.001))
     engine = Partial(inner)
 
+    async def asked_for(requests):
+        """By both, and a few tokens into the last."""
+        async with asyncio.timeout(5.0):
+            while len(inner.requests) < requests:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+
     async def main():
         closed, other = (
             asyncio.ensure_future(ask(engine, request(n, key))) for n, key in enumerate("ab")
         )
-        await asyncio.sleep(0.01)
+        await asked_for(2)
         await engine.abort()  # a publish: both go on
-        await asyncio.sleep(0.01)
+        await asked_for(4)
         assert not closed.done() and await engine.abort(["a"]) == 1
         async with asyncio.timeout(5.0):
             ended, whole = await closed, await other
