@@ -39,6 +39,17 @@ def test_a_gpu_steps_as_the_cpu_does(make_trainer, make_batch, tokens):
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_experts_on_a_gpu_step_as_on_the_cpu(make_trainer, make_batch, tokens, experts):
+    cpu, gpu = (make_trainer(device=device, model=experts) for device in ("cpu", "cuda"))
+    for _ in range(3):
+        a, b = cpu.step(make_batch()).metrics, gpu.step(make_batch()).metrics
+        assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    np.testing.assert_allclose(
+        gpu.logprobs(tokens, "current"), cpu.logprobs(tokens, "current"), atol=2e-4
+    )
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sleep_frees_the_gpu_and_wake_continues(make_trainer, make_batch, tokens, precision):
     batch = make_batch(tokens=replace(tokens, logprobs=None))
