@@ -38,7 +38,7 @@ def test_a_gpu_steps_as_the_cpu_does(make_trainer, make_batch, tokens):
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_sleep_frees_the_gpu_and_wake_continues(make_trainer, make_batch, tokens, precision):
     batch = make_batch(tokens=replace(tokens, logprobs=None))
     sleeper, other = (make_trainer(device="cuda", precision=precision) for _ in range(2))
@@ -60,7 +60,7 @@ def test_sleep_frees_the_gpu_and_wake_continues(make_trainer, make_batch, tokens
 
 
 @pytest.mark.parametrize("kept", ["host", "disk"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_streamed_state_steps_as_resident_state_does(
     make_trainer, make_batch, tokens, precision, kept
 ):
@@ -109,6 +109,6 @@ def test_finer_roundings_bring_bf16_nearer_to_float32(make_trainer, make_batch, 
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_gpus_equal_one(tmp_path, precision):
     runpy.run_path(str(RANKS))["check"](tmp_path, precision, "cuda")
