@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from miles.types import Array, Message
 
-__all__ = ["Budget", "Decoder", "Model", "Precision", "Tito", "Tool"]
+__all__ = ["Budget", "Decoder", "LossScaling", "Model", "Precision", "Tito", "Tool"]
 
 Tool = Mapping[str, Any]
 """A function schema as chat templates take it: `{"type": "function", "function": {...}}`."""
@@ -145,6 +145,21 @@ class Budget:
     """Mean over a step, absolute, in nats."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaling:
+    """How a loss is scaled before its backward pass, so that small gradients are not lost in a type
+    of few exponents; the rule of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2."""
+
+    initial: float
+    """The first scale; a power of two, as all of these factors are."""
+    growth: float
+    """Factor after `interval` good steps in a row."""
+    backoff: float
+    """Factor after a step whose gradients overflowed."""
+    interval: int
+    """Good steps in a row before the scale grows."""
+
+
 @runtime_checkable
 class Precision(Protocol):
     """One quantization contract for both sides, in four stages. Plain data: every process reads
@@ -153,7 +168,7 @@ class Precision(Protocol):
     master: str
     """Type of the trainer's stored parameters: `float32`."""
     compute: str
-    """Type of the trainer's forward: `float32`, `bfloat16`."""
+    """Type of the trainer's forward: `float32`, `bfloat16`, `float16`."""
     engine: str
     """Type the engine computes in."""
     export: str
@@ -165,6 +180,8 @@ class Precision(Protocol):
     computes in."""
     budget: Budget
     """Mismatch this recipe is allowed."""
+    scaling: LossScaling | None
+    """How the trainer scales its loss; None where `compute` has exponents enough."""
 
     def fingerprint(self) -> str:
         """Equal exactly where all of these types are equal."""

@@ -26,6 +26,7 @@ class Bf16:
 
     master = "float32"
     compute = export = "bfloat16"
+    scaling = None
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:

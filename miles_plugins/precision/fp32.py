@@ -17,6 +17,7 @@ class Fp32:
     """float32 in all four stages; the mismatch left is the order of additions."""
 
     master = compute = engine = export = residual = logits = "float32"
+    scaling = None
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:

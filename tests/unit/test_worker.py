@@ -45,6 +45,7 @@ class Odd:
         self.master = self.compute = self.engine = self.export = "float32"
         self.residual = self.logits = "float32"
         self.budget = Budget(max=1.0, mean=1.0)
+        self.scaling = None
 
     async def stubborn(self):
         try:

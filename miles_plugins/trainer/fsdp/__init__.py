@@ -68,12 +68,12 @@ class Fsdp:
         attention: Literal["auto", "padded", "cudnn", "varlen", "flex"] = "auto"
         """How samples of a row attend: padded to like lengths through SDPA (`cudnn` prefers that
         kernel), or unpadded through FlashAttention (`varlen`) or FlexAttention (`flex`). Auto takes
-        varlen on a GPU in bfloat16 (flex where torch lacks it), else padded, and says so."""
+        varlen on a GPU in 16 bits (flex where torch lacks it), else padded, and says so."""
         compile: Literal["none", "layers"] = "none"
         """Compile each decoder layer, and the arithmetic on logits, with torch.compile: the first
         steps take minutes."""
         optimizer_state: Literal["resident", "host", "disk"] = "resident"
-        """Where moments, and float32 masters that one rank keeps beside a bfloat16 model, live: on
+        """Where moments, and float32 masters that one rank keeps beside a 16-bit model, live: on
         the device; in pinned host memory; in files. The latter two are fetched bucket by bucket
         during the step, with the same bits."""
         optimizer_bucket_mb: int = 256
@@ -88,7 +88,7 @@ class Fsdp:
         """Where a paused trainer's memory goes: pinned host memory, or nowhere. Auto takes host on
         a GPU and nowhere on a CPU."""
         peak_tflops: float | None = None
-        """TFLOP/s of the device, for `trainer/mfu`; null takes the bfloat16 peak of known GPUs."""
+        """TFLOP/s of the device, for `trainer/mfu`; null takes the 16-bit peak of known GPUs."""
         threads: int = 1
         """CPU threads of each rank; 0 leaves torch's choice."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -191,7 +191,8 @@ class Fsdp:
     def step(self, batch: Batch) -> Update:
         """One optimizer step over the whole batch. Raises `TrainerError`, with the weights
         unchanged, when a loss term or the gradient is not finite or a mismatch budget of `fail` is
-        exceeded."""
+        exceeded. Where the precision scales the loss, a gradient that is not finite lowers the
+        scale instead, and the step, counted and warned of, changes no weight."""
         return self._worker.step(batch)
 
     def logprobs(self, tokens: Tokens, source: str) -> Array:

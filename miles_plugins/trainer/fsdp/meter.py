@@ -25,7 +25,7 @@ class Meter:
     def __init__(self, cost: Cost, ranks: Ranks, compute: torch.dtype, peak: float | None) -> None:
         self._cost, self._ranks, self._peak = cost, ranks, peak
         gpu = ranks.device.type == "cuda"
-        if peak is None and gpu and compute == torch.bfloat16:
+        if peak is None and gpu and compute in (torch.bfloat16, torch.float16):
             self._peak = peak_tflops(torch.cuda.get_device_name(ranks.device))
         self._on = gpu or self._peak is not None
         self._began = self._flops = self._tokens = 0.0

@@ -151,6 +151,12 @@ class Masters:
         found = {name: self._gradient(name) for name in self.trained}
         return {name: grad for name, grad in found.items() if grad is not None}
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply them, in float32."""
+        gradients = self._gradients().values()
+        if gradients and factor != 1.0:
+            torch._foreach_mul_([local(grad) for grad in gradients], factor)
+
     def norm(self) -> float:
         """Global 2-norm of the gradients; every rank has to ask."""
         grads = list(self._gradients().values())

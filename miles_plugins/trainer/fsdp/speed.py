@@ -31,12 +31,12 @@ PEAKS = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 TFLOP/s by a part of the device's name, as the vendor's data sheets say; the first
-that fits counts."""
+"""Dense TFLOP/s in bfloat16 and in float16 by a part of the device's name, as the vendor's data
+sheets say; the first that fits counts."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device; None when it is not in the table."""
+    """Dense TFLOP/s of a device in bfloat16 and in float16; None when it is not in the table."""
     return next((peak for part, peak in PEAKS if part in device_name), None)
 
 

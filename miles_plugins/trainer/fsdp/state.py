@@ -186,6 +186,7 @@ def _save_rest(worker: Worker, directory: Path) -> None:
             "stage_step": worker.stage_step,
             "world": ranks.world,
             "reference": worker.reference is not None,
+            "loss_scale": worker.scale.state(),
         }
         write_json(directory / "state.json", counters)
     own = {f"optimizer/{name}": t for name, t in worker.masters.moments().items()}
@@ -228,6 +229,7 @@ def load(worker: Worker, directory: Path, *, weights_only: bool) -> None:
     masters.spread()
     worker.version = int(counters["version"])
     worker.stage_step, worker.reference = 0, None
+    worker.scale.set_state({} if weights_only else counters.get("loss_scale", {}))
     if weights_only:
         return
     worker.stage_step = int(counters["stage_step"])

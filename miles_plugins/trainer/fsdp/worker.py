@@ -7,7 +7,6 @@ Algorithm-blind: which terms, with which weights, is in the batch. Files are in 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +22,14 @@ from miles.learn.attention import choose_attention
 from miles.learn.convert import Conversion
 from miles_plugins.trainer.fsdp import state
 from miles_plugins.trainer.fsdp.evict import Eviction
+from miles_plugins.trainer.fsdp.finite import norm_or_skip, refuse_losses
 from miles_plugins.trainer.fsdp.memory import keep_freed_memory
 from miles_plugins.trainer.fsdp.meter import Meter
 from miles_plugins.trainer.fsdp.optimizer import Away, Masters, learning_rate
 from miles_plugins.trainer.fsdp.pieces import Piece, pieces
 from miles_plugins.trainer.fsdp.policy import build, resolve
 from miles_plugins.trainer.fsdp.ranks import join, shard
+from miles_plugins.trainer.fsdp.scaling import Scale
 from miles_plugins.trainer.fsdp.speed import Cost
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Worker:
             weight_decay=config.weight_decay,
             away=self._away(),
         )
+        self.scale = Scale(context.precision.scaling, self.ranks.world)
         self.meter = Meter(self.cost, self.ranks, compute, config.peak_tflops)
         self.eviction = Eviction()
         self.conversion = Conversion(self.policy.model)
@@ -139,29 +141,32 @@ class Worker:
             self._accumulate(batch, rows_T, loss_T, current_T, sums)
             *values, entropy, measured, masked = self.ranks.add(sums).tolist()
             losses = dict(zip((term.name for term in batch.terms), values, strict=True))
-            self._refuse_not_finite(losses)
+            refuse_losses(losses, self.version, self.context.precision.compute)
             current = self.ranks.add(current_T).cpu().numpy()
             metrics = mismatch.measure(tokens, current, rows_T, self.version)
             if batch.probe is not None:
                 metrics = mismatch.with_probe(metrics, batch.probe, probed, self.version)
             warnings = mismatch.enforce(metrics, self.limits)
-            norm = self._finite_norm(losses)
+            norm, said, skipped = norm_or_skip(self.masters, self.scale, losses, self.version)
         except TrainerError:
             self.masters.drop_gradients()
             raise
         lr = self._learning_rate()
-        self.masters.update(lr, norm=norm, clip=self.config.grad_clip)
+        if norm is None:
+            self.masters.drop_gradients()
+        else:
+            self.masters.update(lr, norm=norm, clip=self.config.grad_clip)
         self.version += 1
         self.stage_step += 1
         metrics.update({f"loss/{name}": value for name, value in losses.items()})
-        metrics.update(grad_norm=norm, lr=lr)
+        metrics.update(said, lr=lr)
         metrics["tokens/trained"] = float(np.count_nonzero(loss_T)) - masked
         if measured:
             metrics["entropy"] = entropy / measured
         if self.limits.action == "mask" and "mismatch/tokens" in metrics:
             metrics["mismatch/masked"] = masked
-        metrics.update(self.meter.end(self.masters.streamed))
-        return Update(version=self.version, metrics=metrics, warnings=warnings)
+        metrics.update(self.meter.end(None if norm is None else self.masters.streamed))
+        return Update(version=self.version, metrics=metrics, warnings=(*warnings, *skipped))
 
     def _accumulate(
         self, batch: Batch, rows_T: Array, loss_T: Array, current_T: Tensor, sums: Tensor
@@ -196,8 +201,8 @@ class Worker:
                     loss = part if loss is None else loss + part
             self.meter.add(piece, len(rows))
             if loss is not None:
-                # FSDP averages gradients over ranks; the step's loss is their sum.
-                (loss * self.ranks.world if self.ranks.world > 1 else loss).backward()
+                factor = self.scale.on_loss
+                (loss if factor == 1.0 else loss * factor).backward()
 
     def _term(
         self,
@@ -228,25 +233,6 @@ class Worker:
                 f"{len(logprobs)} tokens"
             )
         return torch.dot(self._tensor(weights).to(values.dtype), values)
-
-    def _refuse_not_finite(self, losses: dict[str, float]) -> None:
-        for name, value in losses.items():
-            if not math.isfinite(value):
-                raise TrainerError(
-                    f"trainer fsdp: loss term {name!r} is {value} in the step from version "
-                    f"{self.version}; the weights are unchanged"
-                )
-
-    def _finite_norm(self, losses: dict[str, float]) -> float:
-        norm = self.masters.norm()
-        if not math.isfinite(norm):
-            said = ", ".join(f"{name} {value:.6g}" for name, value in losses.items())
-            where = ", ".join(self.masters.not_finite()[:4]) or "another rank's part"
-            raise TrainerError(
-                f"trainer fsdp: the gradient is {norm} in the step from version {self.version} "
-                f"({where}); loss terms: {said}; the weights are unchanged"
-            )
-        return norm
 
     def _learning_rate(self) -> float:
         config = self.config

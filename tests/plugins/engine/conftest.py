@@ -17,6 +17,7 @@ from miles_plugins.engine.torch import Torch
 from miles_plugins.model.llama import Llama
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp16 import Fp16
 from miles_plugins.precision.fp32 import Fp32
 
 SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -42,7 +43,7 @@ class Tiny:
         from miles_plugins.model.build import causal_lm
 
         kind, changes = SHAPES[shape]
-        recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
+        recipe = {"fp32": Fp32, "bf16": Bf16, "fp16": Fp16}[precision]
         self.context = Context(directory=directory, precision=recipe(recipe.Config(), None))
         self.model = kind(kind.Config(**changes), self.context)
         self.module = self.made(causal_lm, seed=0)

@@ -86,11 +86,14 @@ def test_attention_bias_agrees_with_transformers(make_tiny, request_for):
     asyncio.run(play())
 
 
-def test_bf16_stays_within_the_recipes_budget(make_tiny, request_for):
-    """Against the float32 module the engine errs no more than `transformers` itself does in
-    bfloat16."""
-    tiny = make_tiny("qwen3", "bf16")
-    rounded = [(n, t.to(torch.bfloat16)) for n, t in tiny.weights()]
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_16_bits_stay_within_the_recipes_budget(make_tiny, request_for, precision, dtype):
+    """Against the float32 module the engine errs no more than `transformers` itself does in the
+    same type."""
+    tiny = make_tiny("qwen3", precision)
+    rounded = [(n, t.to(dtype)) for n, t in tiny.weights()]
 
     async def play():
         engine = tiny.engine()
@@ -102,7 +105,7 @@ def test_bf16_stays_within_the_recipes_budget(make_tiny, request_for):
             whole = np.concatenate([asked.tokens, said.tokens])
             exact, ours = tiny.logprobs(whole), await engine.score(whole)
             with torch.no_grad():
-                half = tiny.module.to(torch.bfloat16)
+                half = tiny.module.to(dtype)
                 logits = half(torch.from_numpy(whole.astype(np.int64))[None]).logits[0]
                 tiny.module.float()
             full = logits.float().log_softmax(-1)

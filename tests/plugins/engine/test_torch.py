@@ -231,7 +231,7 @@ def test_refused_weights_leave_the_old_ones(tiny, request_for, assert_equal):
     _run(play)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_weights_of_a_directory_are_those_of_a_publish(
     make_tiny, request_for, assert_equal, tmp_path, precision
 ):

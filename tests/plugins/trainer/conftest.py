@@ -14,6 +14,7 @@ from miles.testing import context, make_sample
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.model.registered import Checkpoint, Qwen3Moe
 from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp16 import Fp16
 from miles_plugins.precision.fp32 import Fp32
 from miles_plugins.trainer.fsdp import Fsdp
 
@@ -23,13 +24,16 @@ SIZES = ((3, 6), (1, 4), (5, 2), (2, 9), (4, 1), (3, 3))
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Fsdp]:
     """Build an `Fsdp` over a random Qwen3; keywords are its Config's, plus seed, steps,
-    temperature, precision, a name or `Bf16.Config`, and model, its keys or a registration."""
+    temperature, precision, a name or a recipe's Config, and model, its keys or a registration."""
 
     def make(*, seed=0, steps=10, temperature=1.0, precision="fp32", model=None, **fields):
         settings = Settings(steps=steps, temperature=temperature)
         around = context(tmp_path, settings=settings)
-        recipe = Fp32 if precision == "fp32" else Bf16
-        rounding = precision if isinstance(precision, Bf16.Config) else recipe.Config()
+        kinds = {"fp32": Fp32, "bf16": Bf16, "fp16": Fp16}
+        kinds |= {kind.Config: kind for kind in kinds.values()}
+        named = isinstance(precision, str)
+        recipe = kinds[precision if named else type(precision)]
+        rounding = recipe.Config() if named else precision
         small = {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.02}
         made = model
         if not isinstance(model, Checkpoint):

@@ -21,6 +21,7 @@ from miles import Batch, Settings, Term, flatten
 from miles.testing import context, make_sample
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp16 import Fp16
 from miles_plugins.precision.fp32 import Fp32
 from miles_plugins.trainer.fsdp import Fsdp
 
@@ -54,7 +55,7 @@ def main(
     settings = Settings()
     around = context(directory)
     shape = Qwen3.Config(hidden_size=32, intermediate_size=48)
-    recipe = {"fp32": Fp32, "bf16": Bf16}[precision]
+    recipe = {"fp32": Fp32, "bf16": Bf16, "fp16": Fp16}[precision]
 
     more = {"workers": int(world), "sleep_to": "host", **json.loads(fields)}
 

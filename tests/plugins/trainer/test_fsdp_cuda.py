@@ -50,7 +50,7 @@ def test_experts_on_a_gpu_step_as_on_the_cpu(make_trainer, make_batch, tokens, e
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_sleep_frees_the_gpu_and_wake_continues(make_trainer, make_batch, tokens, precision):
     batch = make_batch(tokens=replace(tokens, logprobs=None))
     sleeper, other = (make_trainer(device="cuda", precision=precision) for _ in range(2))
@@ -72,7 +72,7 @@ def test_sleep_frees_the_gpu_and_wake_continues(make_trainer, make_batch, tokens
 
 
 @pytest.mark.parametrize("kept", ["host", "disk"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_streamed_state_steps_as_resident_state_does(
     make_trainer, make_batch, tokens, precision, kept
 ):
@@ -125,6 +125,7 @@ def test_finer_roundings_bring_bf16_nearer_to_float32(make_trainer, make_batch, 
     [
         ("fp32", {}),
         ("bf16", {}),
+        ("fp16", {}),
         ("bf16", {"optimizer_state": "host"}),
         ("fp32", {"context_parallel": 2}),
         ("bf16", {"context_parallel": 2}),

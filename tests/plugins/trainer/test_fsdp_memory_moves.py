@@ -33,7 +33,7 @@ def assert_same(one, two):
         assert torch.equal(one[name], two[name]), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kept", ["resident", "host", "disk"])
 def test_sleep_empties_the_device_and_wake_brings_every_bit_back(
     make_trainer, make_batch, tokens, precision, kept
@@ -51,9 +51,9 @@ def test_sleep_empties_the_device_and_wake_brings_every_bit_back(
     sleeper.sleep()
     numbers = sum(p.numel() for p in worker.policy.parameters())
     reference = 4 * numbers
-    own = (2 if precision == "bf16" else 4) * numbers
+    own = (4 if precision == "fp32" else 2) * numbers
     moments = 0 if kept != "resident" else 8 * numbers
-    masters = 4 * numbers if precision == "bf16" and kept == "resident" else 0
+    masters = 4 * numbers if precision != "fp32" and kept == "resident" else 0
     assert worker.meter.left.bytes >= own + reference + moments + masters
     assert worker.meter.left.bytes < 1.02 * (own + reference + moments + masters) + 4096
     assert all(p.untyped_storage().nbytes() == 0 for p in worker.policy.parameters())
@@ -74,7 +74,7 @@ def test_sleep_empties_the_device_and_wake_brings_every_bit_back(
     assert (a == b).all()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kept", ["host", "disk"])
 def test_streamed_state_steps_as_resident_state_does_to_the_bit(
     make_trainer, make_batch, tokens, monkeypatch, tmp_path, precision, kept

@@ -69,7 +69,7 @@ def compare(name, found, value, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_ranks_equal_one(tmp_path, precision):
     """Losses, gradient norms, weights, log-probs, and an exact continuation from disk; one step has
     fewer samples than ranks, micro-batches are unequal in number, and in bf16 blocks are
@@ -123,6 +123,7 @@ def test_two_ranks_with_memory_elsewhere_or_replicas_equal_two_that_shard(tmp_pa
     [
         (2, "fp32", {"context_parallel": 2}),
         (2, "bf16", {"context_parallel": 2, "share_prompts": False}),
+        (2, "fp16", {"context_parallel": 2, "optimizer_state": "host"}),
         (4, "fp32", {"context_parallel": 4}),
         (4, "fp32", {"context_parallel": 2, "replicas": 2, "optimizer_state": "host"}),
     ],
@@ -183,6 +184,29 @@ def test_a_full_disk_of_one_rank_is_told_by_all_and_throws_none_out_of_step(tmp_
             line = next(x for x in text.splitlines() if x.startswith(f"{number}: "))
             assert "cannot write" in line and file in line and "No space left" in line
             assert (f"saved_{number} is not complete: rank {whose}: " in line) == (rank != whose)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"context_parallel": 2}, {"replicas": 2}], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path, fields):
+    """Weights keep their bits, the scale halves, and the next step is good, the same on both."""
+    script = str(SCRIPT.with_name("one_overflow.py"))
+    master = f"file://{tmp_path}/meeting"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), master, str(tmp_path), json.dumps(fields)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    one, two = (json.loads(text.splitlines()[-1]) for text in said)
+    assert one == two
+    assert one["skipped"] == [0.0, 1.0, 0.0] and one["same"] == [False, True, False]
+    assert one["scale"] == [65536.0, 65536.0, 32768.0]
 
 
 MEET = """

@@ -26,7 +26,7 @@ def assert_same(one, two):
         assert torch.equal(one[name], two[name]), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_resume_is_exact_to_the_bit(make_trainer, make_batch, tokens, tmp_path, precision):
     fields = {"precision": precision, "warmup_steps": 2, "schedule": "cosine", "steps": 6}
     fields |= {"weight_decay": 0.1, "micro_batch_tokens": 24}
