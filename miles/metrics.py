@@ -144,16 +144,8 @@ METRICS: tuple[Metric, ...] = _rows(
         "Model FLOPs of forward and backward passes over the step, a rank.",
     ),
     ("trainer/mfu", "share", "`trainer/tflops` over the device's peak, `trainer.peak_tflops`."),
-    (
-        "trainer/loss_scale",
-        "ratio",
-        "What the step's loss was multiplied by before its backward pass; in float16.",
-    ),
-    (
-        "trainer/skipped_steps",
-        "trainer steps",
-        "1 when the step changed no weight because a gradient overflowed, else 0; in float16.",
-    ),
+    ("trainer/loss_scale", "ratio", "What the step's loss was multiplied by, in float16."),
+    ("trainer/skipped_steps", "trainer steps", "1 if a gradient overflowed and nothing changed."),
     ("trainer/memory_bytes", "bytes", "Most device memory in use so far, on rank 0."),
     ("trainer/streamed_bytes", "bytes", "Optimizer state that came to the device and went back."),
     ("trainer/streaming_s", "seconds", "The optimizer's step with streamed state."),
@@ -235,11 +227,7 @@ METRICS: tuple[Metric, ...] = _rows(
         "loss",
         "Value of one named loss term, summed over the step with its per-token weights.",
     ),
-    (
-        "grad_norm",
-        "loss per weight",
-        "Global gradient norm before clipping; none in a skipped step.",
-    ),
+    ("grad_norm", "loss per weight", "Global gradient norm before clipping."),
     ("lr", "learning rate", "Learning rate the step used."),
     ("time/step_s", "seconds", "Wall-clock of the whole step."),
     (

@@ -34,7 +34,7 @@ def widen(model: nn.Module, compute: torch.dtype) -> int:
             why = "no norms that could hand its layers another type"
         raise ConfigError(
             f"precision: residual is float32, but {type(model).__name__} has {why}; use "
-            "precision.residual=bfloat16"
+            f"precision.residual={str(compute).removeprefix('torch.')}"
         )
     model.get_input_embeddings().register_forward_hook(_float)  # type: ignore[operator]
     for norm in norms:

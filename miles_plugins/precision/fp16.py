@@ -25,7 +25,9 @@ class Fp16:
     float16 rounds eight times finer than bfloat16, in trainer and engine alike, so that their
     log-probs agree that much better (Qi et al. 2025, arXiv:2510.26788). What it lacks is range:
     gradients below 6e-8 would be lost, which scaling the loss prevents, and activations above
-    65,504 are, which nothing prevents.
+    65,504 are, which nothing prevents. Measured on a CPU between the fsdp trainer and the embedded
+    engine: mean 0.0045, max 0.053 nats on SmolLM2-135M, and 0.0004 on a two-layer model. The budget
+    is twice that and more.
     """
 
     master = "float32"
@@ -49,9 +51,9 @@ class Fp16:
         """Factor of the scale after a step whose gradients overflowed, which changes no weight."""
         scale_interval: int = 2000
         """Good steps in a row before the scale grows."""
-        budget_max: float = 0.2
+        budget_max: float = 0.15
         """Largest difference of a token's log-prob, in nats."""
-        budget_mean: float = 0.02
+        budget_mean: float = 0.01
         """Largest mean difference over a step, in nats."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""GRPO with SGLang as the engine and the fsdp trainer in bfloat16, held against what it promises.
+"""GRPO with SGLang as the engine and the fsdp trainer in 16 bits, held against what it promises.
 
     python tests/bench/sglang_grpo.py --model DIR --python SGLANG                # one GPU, in turns
     python tests/bench/sglang_grpo.py --model DIR --python SGLANG --layout disaggregated --max-lag 2
@@ -60,7 +60,7 @@ def words(args: argparse.Namespace, folder: Path) -> list[str]:
         engine["max_running"] = 32
     transport = TRANSPORTS.get((args.device, args.layout), "disk")
     made = [
-        f"run.dir={folder}", "run.name=run", "tracker=[jsonl]", "precision=bf16",
+        f"run.dir={folder}", "run.name=run", "tracker=[jsonl]", f"precision={args.precision}",
         f"trainer.device={args.device}", f"transport={transport}",
         f"placement={'colocated' if args.layout == 'colocated' else 'split'}",
     ]  # fmt: skip
@@ -246,6 +246,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layout", choices=("colocated", "disaggregated", "shared"), default="colocated"
     )
     parser.add_argument("--max-lag", type=int, default=0)
+    parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--rise", type=_rise, default=0.05, help="of the reward; none has no limit")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for everything")
     parser.add_argument("--dir", type=Path, help="run in this empty folder and keep it")

@@ -28,6 +28,7 @@ from miles_plugins.algorithm.grpo import Grpo
 from miles_plugins.algorithm.sft import Sft
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp16 import Fp16
 from miles_plugins.precision.fp32 import Fp32
 from miles_plugins.trainer.fsdp import Fsdp
 
@@ -83,8 +84,8 @@ def plain(trainer: Fsdp, batch: Batch, args: argparse.Namespace) -> Callable[[],
     """A forward and backward pass of transformers' own model over padded rows."""
     config = Qwen3Config.from_dict(trainer._worker.context.model.hf_config())
     model = AutoModelForCausalLM.from_config(config).to(args.device)
-    if args.precision == "bf16":
-        model = model.bfloat16()
+    if args.precision != "fp32":
+        model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[args.precision])
     shape = len(batch.tokens.lengths), int(batch.tokens.lengths.max())
     tokens = torch.randint(0, args.vocab, shape, device=args.device)
 
@@ -106,10 +107,10 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--recompute", action="store_true")
     args = parser.parse_args()
-    recipe = {"fp32": Fp32, "bf16": Bf16}[args.precision]
+    recipe = {"fp32": Fp32, "bf16": Bf16, "fp16": Fp16}[args.precision]
     with tempfile.TemporaryDirectory() as directory:
         around = context(directory, settings=Settings(max_new_tokens=args.new))
         shape = Qwen3.Config(

@@ -31,6 +31,7 @@ from miles import Batch, Settings, Term, Tokens
 from miles.testing import context
 from miles_plugins.model.qwen3 import Qwen3
 from miles_plugins.precision.bf16 import Bf16
+from miles_plugins.precision.fp16 import Fp16
 from miles_plugins.trainer.fsdp import Fsdp
 
 SIZES: dict[str, dict[str, int]] = {
@@ -47,6 +48,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA st
 PEAK = 989.0
 """Dense bfloat16 TFLOP/s of one H200."""
 
+FINER = ("logits", "residual")
+"""Keys of a recipe: where it may round finer."""
+
 
 class Bench:
     """Makes trainers and batches, and writes down what was measured."""
@@ -55,7 +59,9 @@ class Bench:
         self.args, self.directory = args, directory
         self.found: list[dict[str, Any]] = []
         self.cuda = torch.cuda.is_available()
-        self.rounding = Bf16.Config(logits=args.logits, residual=args.residual)
+        finer = {part: getattr(args, part) for part in FINER if getattr(args, part)}
+        self.recipe = {"bf16": Bf16, "fp16": Fp16}[args.precision]
+        self.rounding = self.recipe.Config(**finer)
         self.rank, self.world = (int(os.environ.get(k, d)) for k, d in RANK)
 
     def trainer(self, longest: int, **fields: Any) -> Fsdp:
@@ -86,7 +92,7 @@ class Bench:
                 world=self.world,
                 master=master,
                 model=Qwen3(model, around),
-                precision=Bf16(self.rounding, around),
+                precision=self.recipe(self.rounding, around),
             ),
         )
 
@@ -292,10 +298,10 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", choices=("none", "layers"), default=None)
     parser.add_argument("--recompute", action="store_true", help="checkpoint activations")
-    for part in ("logits", "residual"):
-        parser.add_argument(
-            f"--{part}", choices=("bfloat16", "float32"), default="bfloat16", help="rounded to"
-        )
+    parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
+    for part in FINER:
+        kinds = ("bfloat16", "float16", "float32")
+        parser.add_argument(f"--{part}", choices=kinds, help="rounded to, else the recipe's")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None)

@@ -17,6 +17,31 @@ def test_run_takes_every_step_of_both_stages(tiny):
     assert stages == ["sft"] * 3 + ["grpo"] * 3
 
 
+@pytest.mark.parametrize("transport", ["memory", "disk_delta"])
+def test_run_in_float16_goes_on_through_steps_that_change_nothing(
+    new_run, tiny_overrides, transport
+):
+    """A scale far too large at first: versions count on, engines are sent the same weights again,
+    and groups are accounted for as trained."""
+    ran = new_run(
+        *tiny_overrides,
+        "precision=fp16",
+        "precision.loss_scale=4194304",
+        "stages.grpo.algorithm.entropy=1.0",  # gradients without rewards
+        f"transport={transport}",
+        name=f"fp16-{transport}",
+    )
+    rl = [row for row in ran.steps.values() if row["stage"] == "grpo"]
+    skipped = [row["trainer/skipped_steps"] for row in ran.steps.values()]
+    assert skipped[0] == skipped[3] == 1.0  # each stage settles its own scale
+    assert [row["version"] for row in ran.steps.values()] == [1, 2, 3, 4, 5, 6]
+    assert all(row["mismatch/logprob_abs_mean"] < 0.01 for row in rl)
+    assert all(row["groups/trained"] == 4 for row in rl)
+    assert [fault for row in ran.rows for fault in faults(row)] == []
+    told = (ran.directory / "metrics.jsonl").read_text().splitlines()
+    assert sum("changed no weight" in line for line in told) == sum(skipped)
+
+
 def test_run_names_only_documented_metrics(tiny):
     assert [fault for row in tiny.rows for fault in faults(row)] == []
 

@@ -47,6 +47,20 @@ def check_budget(case: Case) -> None:
     expect(budget.mean <= budget.max, f"budget.mean {budget.mean} exceeds budget.max {budget.max}")
 
 
+def check_scaling(case: Case) -> None:
+    """Its loss is scaled by powers of two that can grow and shrink, or not at all; in float16 it
+    is, or small gradients are lost."""
+    recipe = case.build()
+    rule = recipe.scaling
+    if rule is None:
+        expect(recipe.compute != "float16", "scaling is None, but compute is float16")
+        return
+    factors = (rule.initial, rule.growth, rule.backoff)
+    good = all(math.isfinite(f) and f > 0 and math.frexp(f)[0] == 0.5 for f in factors)
+    good = good and rule.backoff < 1 <= rule.growth and rule.interval >= 1
+    expect(good, f"scaling {rule} has a factor that rounds, or a scale that cannot adapt")
+
+
 def check_fingerprint(case: Case) -> None:
     """Two recipes built alike have one fingerprint, short plain text, in this process and in
     others."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from miles import Budget, Drop, Group, Task, TokenMismatch
+from miles import Budget, Drop, Group, LossScaling, Task, TokenMismatch
 from miles.testing import FakeEngine, FakeEnvironment, FakeTito
 from miles_plugins.algorithm.grpo import Grpo
 from miles_plugins.evaluator.shared import Shared
@@ -428,6 +428,13 @@ class Negative(Fp32):
 
     def __init__(self, config, context):
         self.budget = Budget(max=-1.0, mean=1e-6)
+
+
+@breaks("precision", "scaling")
+class Rounded(Fp32):
+    """Scales its loss by what rounds it."""
+
+    scaling = LossScaling(initial=1000.0, growth=2.0, backoff=0.5, interval=1)
 
 
 @breaks("precision", "fingerprint")
