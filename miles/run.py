@@ -263,7 +263,10 @@ class _Run:
             log.warning("no last checkpoint: a trainer step was lost, so its weights are unknown")
             return
         if not await stage.trainer.free(stage.settings.silent_after_s):
-            log.warning("no last checkpoint: the trainer does not answer")
+            log.warning(
+                "no last checkpoint: the trainer does not answer within %g s (silent_after_s)",
+                stage.settings.silent_after_s,
+            )
             return
         try:
             stage.buffer.stop()
