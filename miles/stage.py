@@ -20,14 +20,7 @@ import msgspec
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.errors import (
-    BadReward,
-    EngineError,
-    MilesError,
-    RoutingError,
-    RunError,
-    WorkerError,
-)
+from miles.errors import BadReward, EngineError, MilesError, RoutingError, RunError, WorkerError
 from miles.evaluation.eval_fleet import EvalFleet
 from miles.evaluation.evaluations import Evaluations, Snapshots, Watched
 from miles.placement import Placement
@@ -291,6 +284,7 @@ class Stage:
 
     def _write_ledger(self, step: int) -> None:
         if ended := self.buffer.ended:
+            self.measure.ended(ended)
             self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
             self.buffer.ended = []
 
