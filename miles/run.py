@@ -193,6 +193,8 @@ class _Run:
                 "config": self.config,
             },
         )
+        if row := state.get("row"):  # it may have been killed before it told of its last step
+            shared.tracking.moment("step_restored", row)
         if chosen is not None:
             before = json.loads((chosen / "plugins.json").read_text())
             for line in compare_provenance(before, self.registry.provenance()):

@@ -65,6 +65,8 @@ class Stage:
         self.bad_rewards = 0  # of those, for their reward
         self.failed: Group | None = None  # the last of them
         self.interrupted = False
+        # metrics, so far, of a step that was taken and is not finished
+        self.row: Callable[[Measure], dict[str, Any]] | None = None
         self.published = False  # whether the engine has had weights in this stage
         self.eval_fleet: EvalFleet | None = None  # engines that only evaluate
         self.eval_sets: Collection[str] = ()  # those with an environment of their own
@@ -266,7 +268,17 @@ class Stage:
         """Account for the step on disk, then tell everyone."""
         self.shared.version = update.version
         self._write_ledger(step)
-        metrics = self.measure.step(
+        metrics, self.row = self._row(self.measure, step, groups, batch, update), None
+        self.shared.tracking.moment("step_finished", metrics)
+        for text in [*update.warnings, *self.measure.no_signal(groups)]:
+            self.shared.tracking.moment("warned", {"text": text})
+        if step % _SAMPLE_EVERY == 0 or step == self.last:
+            self.shared.keep_text(step, self.name, groups[0], self.tito)
+        self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
+
+    def _row(self, measure: Measure, step: int, *of: Any) -> dict[str, Any]:
+        groups, batch, update = of
+        metrics = measure.step(
             step=step,
             stage=self.name,
             groups=groups,
@@ -274,13 +286,7 @@ class Stage:
             update=update,
             buffer=self.buffer,
         )
-        metrics["stage_step"] = step - self.first
-        self.shared.tracking.moment("step_finished", metrics)
-        for text in [*update.warnings, *self.measure.no_signal(groups)]:
-            self.shared.tracking.moment("warned", {"text": text})
-        if step % _SAMPLE_EVERY == 0 or step == self.last:
-            self.shared.keep_text(step, self.name, groups[0], self.tito)
-        self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
+        return {**metrics, "stage_step": step - self.first}
 
     def _write_ledger(self, step: int) -> None:
         if ended := self.buffer.ended:
@@ -299,8 +305,9 @@ class Stage:
         engines = self.engines if self.samples else None
         await tell(self.buffer, engines, first_s=self.settings.starved_after_s / 8, say=say)
 
-    async def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int, *of: Any) -> None:
         """When due. The stage's last step is written by `finish`, after its evaluation."""
+        self.row = lambda measure: self._row(measure, step, *of)
         every = self.settings.checkpoint_every
         if every and (step - self.first) % every == 0 and step != self.last:
             self.shared.version = step
@@ -321,7 +328,7 @@ class Stage:
             await self.trainer.save(directory)
             self._describe(directory)
             (directory / "selector.json").write_text(json.dumps(self.selector.state_dict()))
-            return self.standing()
+            return {**self.standing(), "row": self.row and self.measure.so_far(self.row)}
 
         path = await checkpoint.write(folder, version, fill)
         checkpoint.prune(folder, self.settings.keep_checkpoints)

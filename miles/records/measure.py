@@ -5,12 +5,14 @@ Names and units are listed in `miles.metrics`; nothing is averaged over steps he
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,7 @@ class Measure:
         self._trained = _Lengths()
         self._returned = _Lengths()
         self._back: dict[int, _Lengths] = {}  # groups that came back and have no fate yet
+        self._held_s = 0.0  # that the buffer told of
         self._silent = 0  # steps since groups differed
         self._silence_told = _SILENT_STEPS
         self._attempts = self._truncated = 0  # since then
@@ -175,6 +178,11 @@ class Measure:
             self._eval_lags.clear()
         return result
 
+    def so_far(self, step: Callable[[Measure], Mapping[str, Any]]) -> dict[str, Any]:
+        """What `step` would tell by now, as plain values; the step goes on. Raises as `step`."""
+        found = step(copy.deepcopy(self))
+        return {k: v.item() if hasattr(v, "item") else v for k, v in found.items()}
+
     def _fates(self, trained: int, buffer: Buffer) -> dict[str, float | int | str]:
         """What became of groups, and of the attempts that they are made of, since the last step;
         and how many are under way."""
@@ -207,9 +215,9 @@ class Measure:
 
     def _times(self, whole: float, buffer: Buffer) -> dict[str, float]:
         known = {k: self._seconds.pop(k, 0.0) for k in _CLOCKS}
-        held = min(
-            known["wait"], buffer.held_s()
-        )  # by an evaluation, or the trainer would not wait
+        held_s, before = buffer.held_s(), self._held_s
+        self._held_s = held_s
+        held = min(known["wait"], held_s - before)  # by an evaluation, or nobody would wait
         known["wait"] -= held
         known["eval_wait"] += held
         return {
