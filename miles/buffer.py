@@ -364,9 +364,8 @@ class Buffer:
         return [self._leases[i] for i in sorted(self._leases)]
 
     def held_s(self) -> float:
-        """Seconds that `take` waited while new groups were held, since this was asked last."""
-        seconds, self._held_s = self._held_s, 0.0
-        return seconds
+        """Seconds that `take` has waited while new groups were held."""
+        return self._held_s
 
     def queue(self) -> list[tuple[float, int]]:
         """(seconds since it came back, staleness now) of each group that waits for the trainer."""

@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from miles.composing.check_gpus import same_gpus
 from miles.composing.check_sessions import through_faults
 from miles.config import Plan, Stage, once
 from miles.errors import MilesError
@@ -123,6 +124,8 @@ def _stage(
         for look in (_tasks, _vocabulary, _apart, conformance.carried, conformance.trained):
             faults += _told(partial(look, planned, registry))
         faults += _told(partial(through_faults, planned))
+        wrong, doubtful = same_gpus(planned, registry)
+        faults, warnings = faults + wrong, warnings + doubtful
     faults += _told(partial(registry.hook.check, stage.resolved))
     return faults, warnings
 

@@ -77,8 +77,10 @@ class Run(Protocol):
     async def prepare(self, groups: Sequence[Group]) -> Batch:
         """Log-prob passes and the algorithm, off the event loop."""
 
-    async def checkpoint(self, step: int) -> None:
-        """Write one, if this step is due."""
+    async def checkpoint(
+        self, step: int, groups: Sequence[Group], batch: Batch, update: Update
+    ) -> None:
+        """Write one, if this step is due, with what `finish_step` would tell of it by now."""
 
     async def send_weights(self) -> Receipt | None:
         """Through the transport, if this version is due."""
@@ -125,7 +127,7 @@ async def train(run: Run) -> None:
                 with run.timing("train"):
                     update = await run.trainer.step(batch)
                 run.buffer.stepped(update.version, groups)
-                await run.checkpoint(step)
+                await run.checkpoint(step, groups, batch, update)
             await publish(run)
             run.finish_step(step, groups, batch, update)
             await run.evaluate(step)

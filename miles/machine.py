@@ -13,7 +13,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gpu", "gpus_here", "gpus_shown", "memory_here", "parameter_count", "weight_bytes"]
+__all__ = [
+    "Claim",
+    "Gpu",
+    "gpus_here",
+    "gpus_shown",
+    "memory_here",
+    "parameter_count",
+    "weight_bytes",
+]
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0}
 
@@ -26,6 +34,25 @@ class Gpu:
     """Its model."""
     total: int
     """Bytes of memory; 0 where nobody says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What workers of a trainer or an engine will have of GPUs, as far as it is known before they
+    start; `claims` of the component's class tells it."""
+
+    who: str
+    """The workers, as people say it, such as `trainer ranks`."""
+    gpus: range
+    """Their GPUs, counted from 0; under a runtime that reserves GPUs, from the trainer's first."""
+    bytes: float
+    """On each of these GPUs, at least; 0 where nobody can tell."""
+    what: str
+    """It is made of, such as `weights in bfloat16`."""
+    releases: bool
+    """Whether they give it back while the other side works, under `placement=colocated`."""
+    apart: str
+    """Of engines: what would give them GPUs of their own, a key with its value or hardware."""
 
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -193,6 +193,8 @@ class _Run:
                 "config": self.config,
             },
         )
+        if row := state.get("row"):  # it may have been killed before it told of its last step
+            shared.tracking.moment("step_restored", row)
         if chosen is not None:
             before = json.loads((chosen / "plugins.json").read_text())
             for line in compare_provenance(before, self.registry.provenance()):
@@ -263,7 +265,10 @@ class _Run:
             log.warning("no last checkpoint: a trainer step was lost, so its weights are unknown")
             return
         if not await stage.trainer.free(stage.settings.silent_after_s):
-            log.warning("no last checkpoint: the trainer does not answer")
+            log.warning(
+                "no last checkpoint: the trainer does not answer within %g s (silent_after_s)",
+                stage.settings.silent_after_s,
+            )
             return
         try:
             stage.buffer.stop()

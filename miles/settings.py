@@ -131,9 +131,11 @@ class Settings:
     """Seconds without a sign of life after which a worker counts as hung: engines and rollout
     workers are then started again, and a trainer ends the run."""
     step_timeout_s: float = 1800.0
-    """Seconds that a trainer step may take, or one of its passes for log-probs."""
+    """Seconds that a trainer step may take, or one of its passes for log-probs; what it does for a
+    publish counts for publish_timeout_s."""
     publish_timeout_s: float = 600.0
-    """Seconds until all engines serve the weights of a publish."""
+    """Seconds until all engines serve the weights of a publish, whoever of trainer and engines is
+    waited for."""
     worker_timeout_s: float = 1800.0
     """Seconds one other call to a worker may take, such as a save."""
     interrupt_grace_s: float = 120.0

@@ -20,14 +20,7 @@ import msgspec
 from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
-from miles.errors import (
-    BadReward,
-    EngineError,
-    MilesError,
-    RoutingError,
-    RunError,
-    WorkerError,
-)
+from miles.errors import BadReward, EngineError, MilesError, RoutingError, RunError, WorkerError
 from miles.evaluation.eval_fleet import EvalFleet
 from miles.evaluation.evaluations import Evaluations, Snapshots, Watched
 from miles.placement import Placement
@@ -72,6 +65,8 @@ class Stage:
         self.bad_rewards = 0  # of those, for their reward
         self.failed: Group | None = None  # the last of them
         self.interrupted = False
+        # metrics, so far, of a step that was taken and is not finished
+        self.row: Callable[[Measure], dict[str, Any]] | None = None
         self.published = False  # whether the engine has had weights in this stage
         self.eval_fleet: EvalFleet | None = None  # engines that only evaluate
         self.eval_sets: Collection[str] = ()  # those with an environment of their own
@@ -273,15 +268,7 @@ class Stage:
         """Account for the step on disk, then tell everyone."""
         self.shared.version = update.version
         self._write_ledger(step)
-        metrics = self.measure.step(
-            step=step,
-            stage=self.name,
-            groups=groups,
-            batch=batch,
-            update=update,
-            buffer=self.buffer,
-        )
-        metrics["stage_step"] = step - self.first
+        metrics, self.row = self._row(self.measure, step, groups, batch, update), None
         self.shared.tracking.moment("step_finished", metrics)
         for text in [*update.warnings, *self.measure.no_signal(groups)]:
             self.shared.tracking.moment("warned", {"text": text})
@@ -289,8 +276,21 @@ class Stage:
             self.shared.keep_text(step, self.name, groups[0], self.tito)
         self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
 
+    def _row(self, measure: Measure, step: int, *of: Any) -> dict[str, Any]:
+        groups, batch, update = of
+        metrics = measure.step(
+            step=step,
+            stage=self.name,
+            groups=groups,
+            batch=batch,
+            update=update,
+            buffer=self.buffer,
+        )
+        return {**metrics, "stage_step": step - self.first}
+
     def _write_ledger(self, step: int) -> None:
         if ended := self.buffer.ended:
+            self.measure.ended(ended)
             self.shared.ledger.write(step=step, started=self.shared.next_group, ended=ended)
             self.buffer.ended = []
 
@@ -305,8 +305,9 @@ class Stage:
         engines = self.engines if self.samples else None
         await tell(self.buffer, engines, first_s=self.settings.starved_after_s / 8, say=say)
 
-    async def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int, *of: Any) -> None:
         """When due. The stage's last step is written by `finish`, after its evaluation."""
+        self.row = lambda measure: self._row(measure, step, *of)
         every = self.settings.checkpoint_every
         if every and (step - self.first) % every == 0 and step != self.last:
             self.shared.version = step
@@ -327,7 +328,7 @@ class Stage:
             await self.trainer.save(directory)
             self._describe(directory)
             (directory / "selector.json").write_text(json.dumps(self.selector.state_dict()))
-            return self.standing()
+            return {**self.standing(), "row": self.row and self.measure.so_far(self.row)}
 
         path = await checkpoint.write(folder, version, fill)
         checkpoint.prune(folder, self.settings.keep_checkpoints)

@@ -16,6 +16,7 @@ from miles.errors import WeightSyncError, WorkerError
 from miles.protocols import Context, Handle, Spec
 from miles.types import Group, Sampling, Task
 from miles.workers.engines import Engines
+from miles.workers.starting import all_or_none
 
 __all__ = ["EvalFleet"]
 
@@ -58,11 +59,7 @@ class EvalFleet:
         if self._engines is not None and not await self._answers():
             _log.warning("the evaluation fleet is started again: a worker does not answer")
             await self.close()
-        if self._engines is None:
-            await self._start()
-        engines = self._engines
-        if engines is None:
-            raise WorkerError("the evaluation fleet was closed while it started")
+        engines = self._engines or await self._start()
         limit = self._context.settings.worker_timeout_s
         calls = (
             handle.call("worker.load_snapshot", str(directory), version, sealed, timeout=limit)
@@ -77,7 +74,7 @@ class EvalFleet:
         await self._connect(engines, version)
         self.version = version
 
-    async def _start(self) -> None:
+    async def _start(self) -> Engines:
         settings = self._context.settings
         engines = Engines(
             self._runtime,
@@ -86,22 +83,21 @@ class EvalFleet:
             silent_after_s=settings.silent_after_s,
             name="eval-engine",
         )
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(
-                    engines.build(self._engine_parts, self._context, count=self._count)
-                )
-                tasks.create_task(self._start_worker())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
-        finally:
-            self._engines = engines
-            if self._worker is None or not engines.handles:  # what did start is of no use alone
-                await self.close()
-        self._connected = False
 
-    async def _start_worker(self) -> None:
-        self._worker = await self._runtime.start("eval-rollout", self._rollout_parts, self._context)
+        async def build() -> Sequence[Handle]:
+            await engines.build(self._engine_parts, self._context, count=self._count)
+            return engines.handles
+
+        async def play() -> Sequence[Handle]:
+            start = self._runtime.start
+            return [await start("eval-rollout", self._rollout_parts, self._context)]
+
+        _, (self._worker,) = await all_or_none([build(), play()], self._end)
+        self._engines, self._connected = engines, False
+        return engines
+
+    async def _end(self, handles: Sequence[Handle]) -> None:
+        await asyncio.gather(*(self._runtime.end(handle) for handle in handles))
 
     async def _connect(self, engines: Engines, version: int) -> None:
         if self._worker is None:
@@ -145,4 +141,4 @@ class EvalFleet:
         engines, self._engines = self._engines, None
         worker, self._worker = self._worker, None
         handles = [*(engines.handles if engines else ()), *([worker] if worker else ())]
-        await asyncio.gather(*(self._runtime.end(handle) for handle in handles))
+        await self._end(handles)

@@ -71,8 +71,9 @@ class Tracker(Protocol):
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """One moment: `run_started`, `stage_started`, `step_finished` (data is the flat metrics),
-        `evaluated`, `weights_published`, `checkpoint_saved`, `warned`, `run_finished`. Plain values
-        only."""
+        `step_restored` (the same of the step that a resumed run goes on from, as it was at its
+        checkpoint; it may have been told before), `evaluated`, `weights_published`,
+        `checkpoint_saved`, `warned`, `run_finished`. Plain values only."""
 
     def close(self) -> None:
         """Flush; safe to call twice."""

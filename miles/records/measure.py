@@ -5,11 +5,14 @@ Names and units are listed in `miles.metrics`; nothing is averaged over steps he
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +39,8 @@ class Measure:
         self._retried = 0
         self._trained = _Lengths()
         self._returned = _Lengths()
+        self._back: dict[int, _Lengths] = {}  # groups that came back and have no fate yet
+        self._held_s = 0.0  # that the buffer told of
         self._silent = 0  # steps since groups differed
         self._silence_told = _SILENT_STEPS
         self._attempts = self._truncated = 0  # since then
@@ -67,11 +72,23 @@ class Measure:
 
     def came_back(self, group: Group) -> None:
         """A group is back, whatever becomes of it."""
-        self._returned.add(group)
+        self._back[group.id] = lengths = _lengths(group)
+        self._returned.add(lengths)
+
+    def ended(self, fates: Iterable[tuple[int, str]]) -> None:
+        """(group id, "trained" or the drop's reason) of groups that were given their fate."""
+        for group, fate in fates:
+            lengths = self._back.pop(group, None)
+            if lengths is not None and fate == "trained":
+                self._trained.add(lengths)
 
     def lengths(self) -> dict[str, list[int]]:
-        """What `length/trained` and `length/returned` are means of: (tokens, trajectories)."""
-        each = {"trained": self._trained, "returned": self._returned}
+        """What `length/trained` and `length/returned` are means of, (tokens, trajectories), for
+        `go_on`: without groups that have no fate yet, which a resumed run plays again."""
+        returned = _Lengths(self._returned.tokens, self._returned.trajectories)
+        for lengths in self._back.values():
+            returned.add(lengths, times=-1)
+        each = {"trained": self._trained, "returned": returned}
         return {name: [one.tokens, one.trajectories] for name, one in each.items()}
 
     def go_on(self, lengths: Mapping[str, Sequence[int]]) -> None:
@@ -146,7 +163,7 @@ class Measure:
             "tokens/trained": int(np.count_nonzero(batch.tokens.trainable)),
             "tokens/sampled": int(np.count_nonzero(sampled)),
             "length/mean": float(batch.tokens.lengths.mean()),
-            **self._lengths(groups),
+            **self._means_of_lengths(),
             "samples/truncated": sum(g.truncated for g in groups) / len(rewards),
             "session/turns": starts / len(batch.tokens.lengths),
             **self._rollouts,
@@ -160,6 +177,11 @@ class Measure:
             result["eval/lag_steps"] = max(self._eval_lags)
             self._eval_lags.clear()
         return result
+
+    def so_far(self, step: Callable[[Measure], Mapping[str, Any]]) -> dict[str, Any]:
+        """What `step` would tell by now, as plain values; the step goes on. Raises as `step`."""
+        found = step(copy.deepcopy(self))
+        return {k: v.item() if hasattr(v, "item") else v for k, v in found.items()}
 
     def _fates(self, trained: int, buffer: Buffer) -> dict[str, float | int | str]:
         """What became of groups, and of the attempts that they are made of, since the last step;
@@ -181,9 +203,7 @@ class Measure:
             "samples/running": buffer.running,
         }
 
-    def _lengths(self, groups: Sequence[Group]) -> dict[str, float]:
-        for group in groups:
-            self._trained.add(group)
+    def _means_of_lengths(self) -> dict[str, float]:
         trained, returned = self._trained.mean, self._returned.mean
         if not trained or not returned:
             return {}
@@ -195,9 +215,9 @@ class Measure:
 
     def _times(self, whole: float, buffer: Buffer) -> dict[str, float]:
         known = {k: self._seconds.pop(k, 0.0) for k in _CLOCKS}
-        held = min(
-            known["wait"], buffer.held_s()
-        )  # by an evaluation, or the trainer would not wait
+        held_s, before = buffer.held_s(), self._held_s
+        self._held_s = held_s
+        held = min(known["wait"], held_s - before)  # by an evaluation, or nobody would wait
         known["wait"] -= held
         known["eval_wait"] += held
         return {
@@ -223,26 +243,29 @@ class Measure:
         }
 
 
+@dataclass(slots=True)
 class _Lengths:
     """Sampled tokens of trajectories, added up."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.trajectories = 0
+    tokens: int = 0
+    trajectories: int = 0
 
-    def add(self, group: Group) -> None:
-        """Those of a group that have samples."""
-        for trajectory in group.trajectories:
-            if trajectory.samples:
-                self.trajectories += 1
-            for sample in trajectory.samples:
-                for span in sample.spans:
-                    self.tokens += span.stop - span.start
+    def add(self, more: _Lengths, times: int = 1) -> None:
+        """So many times `more`."""
+        self.tokens += times * more.tokens
+        self.trajectories += times * more.trajectories
 
     @property
     def mean(self) -> float:
         """Tokens a trajectory; 0 without any."""
         return self.tokens / self.trajectories if self.trajectories else 0.0
+
+
+def _lengths(group: Group) -> _Lengths:
+    """Of a group's trajectories that have samples."""
+    played = [t for t in group.trajectories if t.samples]
+    spans = (span for t in played for sample in t.samples for span in sample.spans)
+    return _Lengths(sum(span.stop - span.start for span in spans), len(played))
 
 
 def _check(buffer: Buffer, step: int) -> None:

@@ -234,10 +234,10 @@ class Simulation(Stage):
         )
         return Batch(tokens=tokens, terms=())
 
-    async def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int, *of: Any) -> None:
         """The trainer's bookkeeping takes its time, then as the stage's."""
         await asyncio.sleep(self.keys.trainer.finish_s)
-        await super().checkpoint(step)
+        await super().checkpoint(step, *of)
 
     async def save(self) -> Path:
         """As JSON in `saved`, from which `stand_again` goes on; nothing is written to disk."""

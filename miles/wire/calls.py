@@ -63,6 +63,20 @@ class Caller:
         now = time.monotonic()
         return [(target, now - since) for target, since in self._asked.values()]
 
+    async def watch_silence(self, silent_after_s: float) -> None:
+        """Fail open calls when nothing came for so long, heartbeats included, and name the oldest.
+        Ends only when cancelled."""
+        while True:
+            await asyncio.sleep(min(5.0, silent_after_s / 4))
+            silent = time.monotonic() - self.last_seen
+            if self._open and silent > silent_after_s:
+                (target, seconds), *more = self.owed()
+                rest = f" and {len(more)} more" if more else ""
+                self.fail(
+                    f"sent nothing for {silent:.0f} s (silent_after_s is {silent_after_s:g}) and "
+                    f"owes {target}, {seconds:.0f} s{rest}"
+                )
+
     async def call(
         self, target: str, args: Sequence[Any], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from miles.errors import EngineError, WorkerError
 from miles.protocols import Context, Handle, Runtime, Spec
 from miles.types import Array
+from miles.workers.starting import all_or_none
 
 __all__ = ["Engines"]
 
@@ -55,7 +56,9 @@ class Engines:
             await asyncio.gather(*(self._runtime.end(handle) for handle in self.handles))
             self._parts, self._context = tuple(parts), context
             names = [self._name] if count == 1 else [f"{self._name}-{i}" for i in range(count)]
-            started = await self._start_all(names)
+            started = await all_or_none(
+                (self._start(name) for name in names), lambda one: self._runtime.end(one[0])
+            )
             self.handles, self.doors = [s[0] for s in started], [s[1] for s in started]
         elif (tuple(parts), context.settings) != (self._parts, self._settings):
             self._parts, self._context = tuple(parts), context
@@ -65,19 +68,6 @@ class Engines:
     @property
     def _settings(self) -> Any:
         return None if self._context is None else self._context.settings
-
-    async def _start_all(self, names: Sequence[str]) -> list[tuple[Handle, list[Any]]]:
-        """All of them or none."""
-        tasks = [asyncio.create_task(self._start(name), name=f"start {name}") for name in names]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if not isinstance(outcome, BaseException):
-                    await self._runtime.end(outcome[0])
-            raise
 
     async def _start(self, name: str) -> tuple[Handle, list[Any]]:
         if self._context is None:

@@ -176,7 +176,9 @@ class _Process:
         self._sock.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: self.caller.connection, sock=self._sock)
-        self._watch = loop.create_task(self._watch_silence(), name=f"watch {self.name}")
+        self._watch = loop.create_task(
+            self.caller.watch_silence(self._silent_after_s), name=f"watch {self.name}"
+        )
 
     async def call(
         self, target: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -200,14 +202,6 @@ class _Process:
         if self._log.exists() and (tail := _tail(self._log)):
             error.add_note(f"last lines of {self._log.name}:\n{tail}")
         return error
-
-    async def _watch_silence(self) -> None:
-        every = min(5.0, self._silent_after_s / 4)
-        while True:
-            await asyncio.sleep(every)
-            silent = time.monotonic() - self.caller.last_seen
-            if self.caller.waiting and silent > self._silent_after_s:
-                self.caller.fail(f"sent nothing for {silent:.0f} s")
 
     async def stop(self, *, grace_s: float | None = None) -> None:
         self._stopping = True

@@ -28,7 +28,8 @@ class Jsonl:
     A line holds `moment` (`step_finished`, `evaluated`, `stage_started`, ...), `at` (seconds since
     the epoch), `step` once known, and the moment's own values; an evaluation's are named as in the
     metrics table (`eval/<set>/score`). Numbers that are not finite are written as null. A resumed
-    run first removes what came after the step it continues from: every step is there once.
+    run first removes what came after the step it continues from, and adds that step as it was at
+    its checkpoint where it is missing: every step is there once.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,14 @@ class Jsonl:
         self._path = context.directory / config.file
         self._file: BinaryIO | None = None
         self._step: int | None = None
+        self._resumed_told = False  # whether the step that the run continues from is there
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """Append one line. Raises `RunError` when it cannot be written."""
-        if name in _SKIPPED_MOMENTS:
+        if name in _SKIPPED_MOMENTS or (name == "step_restored" and self._resumed_told):
             return
+        name = "step_finished" if name == "step_restored" else name
         try:
             if data.get("resumed") is not None:
                 self._rewind(int(data["resumed"]))
@@ -81,19 +84,21 @@ class Jsonl:
     def _rewind(self, version: int) -> None:
         """Forget what the weights do not remember: lines of later steps, and torn ones."""
         self._step = version
-        if not self._path.exists() or not any(
-            _is_later(line, version) for line in _lines(self._path)
-        ):
+        lines = [*_lines(self._path)] if self._path.exists() else []
+        kept = [(line, found) for line in lines if (found := _read(line, version)) is not None]
+        self._resumed_told = any(
+            (found.get("moment"), found.get("step")) == ("step_finished", version)
+            for _, found in kept
+        )
+        if len(kept) == len(lines):
             return
         self.close()
-        kept = self._path.with_name(self._path.name + ".rewind")
-        with kept.open("wb") as file:
-            for line in _lines(self._path):
-                if not _is_later(line, version):
-                    file.write(line)
+        new = self._path.with_name(self._path.name + ".rewind")
+        with new.open("wb") as file:
+            file.writelines(line for line, _ in kept)
             file.flush()
             os.fsync(file.fileno())
-        kept.replace(self._path)
+        new.replace(self._path)
 
 
 def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,12 +115,13 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _is_later(line: bytes, version: int) -> bool:
+def _read(line: bytes, version: int) -> dict[str, Any] | None:
+    """What a line says; None when it is torn, or of a step after `version`."""
     try:
         found = msgspec.json.decode(line)
     except msgspec.DecodeError:
-        return True
-    return not isinstance(found, dict) or found.get("step", 0) > version
+        return None
+    return found if isinstance(found, dict) and found.get("step", 0) <= version else None
 
 
 def _end_last_line(path: Path) -> None:

@@ -60,7 +60,7 @@ class Wandb:
             self._start(data)
         elif self._run is None:
             return
-        elif name == "step_finished":
+        elif name in ("step_finished", "step_restored"):
             self._run.log(dict(data))
         elif name == "evaluated":
             values = {

@@ -11,9 +11,9 @@ reached its last step is audited, and another takes its place until all kills ar
 
 Exits 0 exactly when, along the lineage of the surviving weights of every run: every group that
 was started has one fate; every step has its groups, the same by the ledger as by a plugin that
-watched; a killed engine or rollout worker never ended a run that had taken a step; no process
-outlived its driver; and with `max_lag=0` the last weights are, bit for bit, those of a run that
-nobody disturbed.
+watched, and one row in metrics.jsonl; a killed engine or rollout worker never ended a run that had
+taken a step; no process outlived its driver; and with `max_lag=0` the last weights are, bit for
+bit, those of a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -278,6 +278,10 @@ def audit(life: Life, seen: Seen, wanted: str) -> None:
         seen.faults.append(f"{name}: the ledger and the plugin tell of other trained groups")
     if len(trained) != GROUPS * life.steps:
         seen.faults.append(f"{name}: {len(trained)} groups trained in {life.steps} steps")
+    told_rows = (life.directory / "metrics.jsonl").read_text().splitlines()
+    rows = [x["step"] for x in map(json.loads, told_rows) if x["moment"] == "step_finished"]
+    if rows != list(range(1, life.steps + 1)):
+        seen.faults.append(f"{name}: metrics.jsonl has the rows of steps {rows}")
     seen.groups.update(fate[0] for fate in found.values())
     seen.rolled_back += sum("rolled_back" in line for line in lines)
     seen.runs += 1

@@ -99,7 +99,7 @@ class Run:
         self.version += 1
         return Update(version=self.version)
 
-    async def checkpoint(self, step: int) -> None: ...
+    async def checkpoint(self, step: int, *of: Any) -> None: ...
 
     async def send_weights(self) -> Receipt:
         return Receipt(version=self.version, digest="", bytes=0, seconds=0.0)

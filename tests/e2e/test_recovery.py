@@ -155,6 +155,8 @@ def miles_prepared(groups, batch):
         PID.unlink()
 """
 """Stops a process just before a trainer step, where a publish has a deadline of its own."""
+IN_A_PUBLISH = ("miles_prepared(groups, batch)", "miles_checkpoint_saved(step, directory)")
+"""What to replace in it to stop the process just before a publish."""
 
 
 def started(*words: str) -> subprocess.Popen[str]:
@@ -205,6 +207,41 @@ def test_trainer_that_hangs_is_named_and_interrupts_keep_their_grace(tmp_path: P
         assert saved(tmp_path) == last_step(tmp_path)
     finally:
         run.kill()
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (
+            "publish_timeout_s=4",
+            r"publishing version \d+ took longer than publish_timeout_s \(4 s\), waiting for "
+            r"trainer \(sender\.fill, 4 s\)",
+        ),
+        (
+            "publish_timeout_s=600",
+            r"trainer: the worker process sent nothing for \d+ s \(silent_after_s is 8\) and owes "
+            r"sender\.fill, \d+ s",
+        ),
+    ],
+)
+def test_trainer_that_hangs_in_a_publish_is_named_with_what_it_owes(
+    tmp_path: Path, limit: str, said: str
+) -> None:
+    """The publish's own limit ends it, whatever a step may take; so does silence, which did not say
+    what was waited for."""
+    (plugin := tmp_path / "stop.py").write_text(STOP.replace(*IN_A_PUBLISH))
+    words = [*SHORT, "checkpoint_every=1", "silent_after_s=8", "step_timeout_s=1800", limit]
+    run = started(*words, f"plugins=[{plugin}]", f"run.dir={tmp_path}")
+    try:
+        wait_for_step(tmp_path, 4, run)
+        (new := tmp_path / "new").write_text(str(workers(run.pid)["trainer"]))
+        new.rename(tmp_path / "pid")
+        output, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 1, output
+    assert re.search(f"miles: {said}", output), output
+    assert "no last checkpoint: the trainer does not answer within 8 s (silent_after_s)" in output
 
 
 @pytest.mark.timeout(600)

@@ -80,6 +80,32 @@ def test_resume_marks_what_the_lost_weights_were_trained_on(tiny, command, tmp_p
     assert all(len(fate) == 1 for fate in once.values())
 
 
+@pytest.mark.slow
+def test_driver_killed_after_a_checkpoint_loses_no_row_of_its_step(
+    tiny, tiny_overrides, new_run, command, write
+):
+    """Weights and ledger had the step; metrics.jsonl never did."""
+    plugin = write(
+        "kill.py",
+        "import os, pathlib, signal\n"
+        "import miles\n\n"
+        "KILLED = pathlib.Path(__file__).with_name('killed')\n\n"
+        "@miles.hookimpl\n"
+        "def miles_checkpoint_saved(step, directory):\n"
+        "    if step == 5 and not KILLED.exists():\n"
+        "        KILLED.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n",
+    )
+    words = (*tiny_overrides, "checkpoint_every=1", f"plugins=[{plugin}]")
+    killed = new_run(*words, code=-9)
+    assert killed.checkpoints[-1].name == "step_000005" and 5 not in killed.steps
+    ended = command("run", f"resume={killed.directory}")
+    assert ended.code == 0, ended.text
+    assert [row["step"] for row in killed.rows if "time/step_s" in row] == [1, 2, 3, 4, 5, 6]
+    assert _learned(killed, range(1, 7)) == _learned(tiny, range(1, 7))
+    assert set(killed.steps[5]) == set(tiny.steps[5])
+
+
 def _interrupting(write, step):
     """A plugin file that sends the first Ctrl-C after this step, once."""
     write("flag", "")

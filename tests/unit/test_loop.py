@@ -123,7 +123,7 @@ class Run:
         self.log.append(f"step {self.version}")
         return Update(version=self.version)
 
-    async def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int, *of: Any) -> None:
         self.log.append(f"checkpoint {step}")
 
     async def send_weights(self) -> Receipt:

@@ -78,6 +78,17 @@ def made(tmp_path: Path, *, name: str = "grpo", version: int = 0, **keys: Any) -
     return stage
 
 
+def one_group() -> Group:
+    """Of one attempt with three tokens, all of them sampled."""
+    ones = np.ones(3, bool)
+    sample = Sample(
+        tokens=np.zeros(3, np.int32), sampled=ones, trainable=ones,
+        logprobs=np.zeros(3, np.float32), spans=(Span(start=0, stop=3, version=0),),
+    )  # fmt: skip
+    made_of = Trajectory(id="g0", samples=(sample,))
+    return Group(id=0, task=Task(id="t", prompt="x"), trajectories=(made_of,))
+
+
 def test_stage_publishes_its_first_and_last_weights_whatever_publish_every(tmp_path: Path) -> None:
     """A resume between two publishes has engines without any weights."""
     stage = made(tmp_path, version=3, steps=7, publish_every=2, max_lag=1)
@@ -144,14 +155,7 @@ def test_stage_probes_engines_beside_the_passes_unless_they_sleep_then(
     stage.trainer.logprobs, stage.engines.score = logprobs, score  # type: ignore[union-attr]
     stage.algorithm, stage.placement = Learns(), Split()
     stage.hook = SimpleNamespace(prepared=lambda groups, batch: batch)
-    ones = np.ones(3, bool)
-    sample = Sample(
-        tokens=np.zeros(3, np.int32), sampled=ones, trainable=ones,
-        logprobs=np.zeros(3, np.float32), spans=(Span(start=0, stop=3, version=0),),
-    )  # fmt: skip
-    made_of = Trajectory(id="g0", samples=(sample,))
-    group = Group(id=0, task=Task(id="t", prompt="x"), trajectories=(made_of,))
-    batch = asyncio.run(stage.prepare([group]))
+    batch = asyncio.run(stage.prepare([one_group()]))
     assert batch.probe is not None and len(batch.probe.tokens) == 3
     wanted = {"split": ["asked", "pass", "answered"], "colocated": ["asked", "answered", "pass"]}
     assert sorted(told[:2]) == sorted(wanted[placement][:2]) and told[2] == wanted[placement][2]
@@ -216,6 +220,23 @@ def test_stage_whose_tasks_run_out_is_still_evaluated_at_its_end(tmp_path: Path)
     stage.evaluator.evaluate = evaluate
     asyncio.run(stage.end_early())
     assert scored == [3] and stage.buffer.published_version == 3
+
+
+def test_stage_checkpoint_counts_no_group_that_a_resumed_run_plays_again(tmp_path: Path) -> None:
+    """What was buffered was counted in `length/returned` before the checkpoint and after it."""
+    stage = made(tmp_path)
+    stage.selector = SimpleNamespace(observe=lambda group: None, admit=lambda group: None)
+    written: list[Any] = []
+    stage.shared.ledger = SimpleNamespace(offset=0, write=lambda **line: written.append(line))  # type: ignore[assignment]
+    stage.buffer.start(Lease(id=0, task=(group := one_group()).task))
+    stage.buffer.finish(group, stage.judge(group))
+    stage._write_ledger(0)
+    assert stage.standing()["lengths"] == {"trained": [0, 0], "returned": [0, 0]}
+    taken = asyncio.run(stage.buffer.take(1))
+    stage.buffer.stepped(1, taken)
+    stage._write_ledger(1)
+    assert stage.standing()["lengths"] == {"trained": [3, 1], "returned": [3, 1]}
+    assert [line["step"] for line in written] == [1]
 
 
 def test_stage_goes_on_with_tasks_that_hold_images(tmp_path: Path) -> None:

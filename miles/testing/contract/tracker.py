@@ -47,6 +47,7 @@ LIFE: tuple[tuple[str, Mapping[str, Any]], ...] = (
             "config": {"seed": 0, "stages": {"grpo": {"steps": 3}}},
         },
     ),
+    ("step_restored", {"step": 0, "stage": "grpo", "version": 0, "reward/mean": 0.5}),
     ("stage_started", {"stage": "grpo", "version": 0, "steps": 3, "first": 0}),
     (
         "evaluated",

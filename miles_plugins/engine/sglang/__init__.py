@@ -113,6 +113,7 @@ class Sglang:
         read the same bytes."""
 
     check = classmethod(checks.check)
+    claims = classmethod(checks.claims)
     warnings = classmethod(checks.warnings)
 
     @classmethod

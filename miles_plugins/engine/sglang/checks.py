@@ -17,12 +17,21 @@ from typing import Any
 
 import msgspec
 
-from miles import ConfigError, EngineError, Gpu, Spec, gpus_here, memory_here, weight_bytes
+from miles import (
+    Claim,
+    ConfigError,
+    EngineError,
+    Gpu,
+    Spec,
+    gpus_here,
+    memory_here,
+    weight_bytes,
+)
 from miles_plugins.engine.sglang import command, server
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
-__all__ = ["check", "context_length", "listed", "topk", "url_faults", "warnings"]
+__all__ = ["check", "claims", "context_length", "listed", "topk", "url_faults", "warnings"]
 
 _ASK_S = 5.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run asks: no proxy
@@ -93,7 +102,7 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
 def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
     """What is allowed and probably not meant."""
     del cls
-    found = [*_shared_gpus(config, planned)]
+    found = []
     if config.dp > 1 and not config.deterministic:
         found.append(
             f"engine.dp is {config.dp} and engine.deterministic is false: SGLang seeds all ranks "
@@ -115,6 +124,31 @@ def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:
     for where, version in versions.items():
         if doubt := says.doubt(version):
             found.append(f"{where}: {doubt}")
+    return found
+
+
+def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
+    """Of servers to be started: those that sample, and behind them those that only evaluate, which
+    never sleep."""
+    del cls
+    if config.url or config.device != "cuda" or not (gpus := gpus_here()):
+        return []
+    local = getattr(planned.specs.get("runtime"), "name", "local") == "local"
+    each, trainer = command.devices(config), planned.specs.get("trainer")
+    sampling, evaluating = config.workers * each, _fleet(planned) * each if local else 0
+    ranks = int(trainer.config.get("workers", 1)) if isinstance(trainer, Spec) else 0
+    wanted, middle = ranks + sampling + evaluating, config.first_gpu + sampling
+    enough = f"engine.first_gpu={ranks}" if len(gpus) >= wanted else f"{wanted} GPUs"
+    precision = planned.built.get("precision")
+    about = {
+        "bytes": _weights(planned) / _sharing(config),
+        "what": f"weights in {getattr(precision, 'engine', 'an unknown type')}",
+        "apart": f"{enough} (there are {len(gpus)})",
+    }
+    found = [Claim(who="servers", gpus=range(config.first_gpu, middle), releases=True, **about)]
+    if evaluating:
+        behind = range(middle, middle + evaluating)
+        found.append(Claim(who="evaluation servers", gpus=behind, releases=False, **about))
     return found
 
 
@@ -224,6 +258,8 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     runtime = planned.specs.get("runtime")
     if isinstance(runtime, Spec) and runtime.name != "local":
         yield from _placed_faults(config, runtime)  # it knows which machines there are
+        if config.device == "cuda":
+            yield from _gpu_memory(config, planned, gpus_here())  # theirs are as large, we take it
         return
     if config.port:
         for port in range(config.port, config.port + servers):
@@ -232,22 +268,39 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     if config.device == "cuda":
         gpus = gpus_here()
         yield from _gpu_faults(config, gpus, servers)
-        room = min((gpu.total for gpu in gpus), default=0) * (config.memory_fraction or 0.9)
-        shared = command.devices(config) // (1 if config.dp_attention else config.dp)
-        where = f"{shared} GPU{'s'[: shared > 1]}"
-    else:
-        room, shared, where = memory_here(), 1, "this machine's memory"
-    model = planned.built.get("model")
-    precision = planned.built.get("precision")
-    if model is None or precision is None or not room:
+        yield from _gpu_memory(config, planned, gpus)
         return
-    need = weight_bytes(model.hf_config(), precision.engine)
-    if need > room * shared:
-        yield (
-            f"the model's weights take about {need / 2**30:.1f} GiB in {precision.engine}, and "
-            f"{where} offer {room * shared / 2**30:.1f} GiB (memory_fraction "
-            f"{config.memory_fraction or 0.9:g}); take a larger engine.tp"
-        )
+    need, room = _weights(planned), memory_here()
+    if need > room > 0:
+        yield _too_small(planned, need, "this machine's memory", room, config)
+
+
+def _gpu_memory(config: Any, planned: Any, gpus: Sequence[Gpu]) -> Iterator[str]:
+    need, shared = _weights(planned), _sharing(config)
+    room = min((gpu.total for gpu in gpus), default=0) * (config.memory_fraction or 0.9) * shared
+    if need > room > 0:
+        yield _too_small(planned, need, f"{shared} GPU{'s'[: shared > 1]}", room, config)
+
+
+def _too_small(planned: Any, need: float, where: str, room: float, config: Any) -> str:
+    return (
+        f"the model's weights take about {need / 2**30:.1f} GiB in "
+        f"{planned.built['precision'].engine}, and {where} offer {room / 2**30:.1f} GiB "
+        f"(memory_fraction {config.memory_fraction or 0.9:g}); take a larger engine.tp"
+    )
+
+
+def _weights(planned: Any) -> float:
+    """Bytes of one server's; 0 when nobody can tell."""
+    model, precision = planned.built.get("model"), planned.built.get("precision")
+    if model is None or precision is None:
+        return 0.0
+    return weight_bytes(model.hf_config(), precision.engine)
+
+
+def _sharing(config: Any) -> int:
+    """GPUs among which one copy of the weights is divided."""
+    return command.devices(config) // (1 if config.dp_attention else int(config.dp))
 
 
 def _placed_faults(config: Any, runtime: Spec) -> Iterator[str]:
@@ -260,22 +313,6 @@ def _placed_faults(config: Any, runtime: Spec) -> Iterator[str]:
     gpus = dict(runtime.config.get("engine") or {}).get("gpus")
     if (1 if gpus is None else gpus) != each:
         yield f"one server takes {each} GPUs; say so: runtime.engine.gpus={each}"
-
-
-def _shared_gpus(config: Any, planned: Any) -> Iterator[str]:
-    """Servers on GPUs of trainer ranks, which count from 0, though there are others."""
-    runtime, trainer = planned.specs.get("runtime"), planned.specs.get("trainer")
-    if config.url or config.device != "cuda" or planned.settings.placement != "split":
-        return
-    if getattr(runtime, "name", "local") != "local" or not isinstance(trainer, Spec):
-        return
-    ranks = 0 if trainer.config.get("device") == "cpu" else int(trainer.config.get("workers", 1))
-    servers = (config.workers + _fleet(planned)) * command.devices(config)
-    if config.first_gpu < ranks and len(gpus_here()) >= ranks + servers:
-        yield (
-            f"servers begin at GPU {config.first_gpu}, and trainer ranks have GPUs 0 to "
-            f"{ranks - 1}; engine.first_gpu={ranks} gives them their own"
-        )
 
 
 def _gpu_faults(config: Any, gpus: Sequence[Gpu], servers: int) -> Iterator[str]:

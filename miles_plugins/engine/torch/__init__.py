@@ -65,6 +65,7 @@ class Torch:
         """Where weights and cache live."""
 
     check = classmethod(checks.check)
+    claims = classmethod(checks.claims)
 
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miles import gpus_here, memory_here, weight_bytes
+from miles import Claim, gpus_here, memory_here, weight_bytes
 
-__all__ = ["LONGEST", "check", "faults"]
+__all__ = ["LONGEST", "check", "claims", "faults"]
 
 LONGEST = 2048
 """Tokens of prompt and completion, unless `max_len` says more."""
@@ -23,9 +23,41 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     model = planned.built.get("model")
     decoder = getattr(model, "decoder", None)
     wrong = faults(config, None if decoder is None else decoder())
-    if wrong or getattr(planned.specs.get("runtime"), "name", "local") != "local":
-        return wrong
-    return [*_lacking(config, planned)]
+    return wrong or [*_lacking(config, planned)]
+
+
+def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
+    """All of them are on the first GPU, unless a runtime gives each its own."""
+    del cls
+    if config.device != "cuda" or not gpus_here():
+        return []
+    local = _local(planned)
+    return [
+        Claim(
+            who="engines",
+            gpus=range(1 if local else config.workers),
+            bytes=(config.workers if local else 1) * _weights(planned),
+            what=_what(planned),
+            releases=True,
+            apart="runtime=ray, which gives every worker GPUs of its own",
+        )
+    ]
+
+
+def _local(planned: Any) -> bool:
+    return getattr(planned.specs.get("runtime"), "name", "local") == "local"
+
+
+def _weights(planned: Any) -> float:
+    """Bytes of one engine's; 0 when nobody can tell."""
+    model, precision = planned.built.get("model"), planned.built.get("precision")
+    if model is None or precision is None:
+        return 0.0
+    return weight_bytes(model.hf_config(), precision.engine)
+
+
+def _what(planned: Any) -> str:
+    return f"weights in {getattr(planned.built.get('precision'), 'engine', 'an unknown type')}"
 
 
 def faults(config: Any, decoder: Any) -> list[str]:
@@ -56,22 +88,26 @@ def faults(config: Any, decoder: Any) -> list[str]:
 
 
 def _lacking(config: Any, planned: Any) -> Iterator[str]:
+    """On this machine; under another runtime only of GPUs as large as those here."""
     room, where, copies = memory_here(), "this machine's memory is", config.workers
+    local = _local(planned)
+    gpus = gpus_here() if config.device == "cuda" else []
+    if not gpus and not local:
+        return
     if config.device == "cuda":
-        if not (gpus := gpus_here()):
+        if not gpus:
             yield (
                 "device is cuda, and there is no GPU here (no nvidia-smi or driver shows one); use "
                 "device=cpu"
             )
             return
         room, where = gpus[0].total, "the first GPU, where each of them computes, has"
-    model, precision = planned.built.get("model"), planned.built.get("precision")
-    if model is None or precision is None or not room:
-        return
-    need = copies * weight_bytes(model.hf_config(), precision.engine)
-    if need > room:
+        if not local:
+            copies, where = 1, "a GPU as those here has"
+    need = copies * _weights(planned)
+    if need > room > 0:
         yield (
             f"weights of {copies} engine(s) take about {need / 2**30:.1f} GiB in "
-            f"{precision.engine}, and {where} {room / 2**30:.1f} GiB; take a smaller model, or "
-            "engine=sglang, which shares one among GPUs (engine.tp)"
+            f"{planned.built['precision'].engine}, and {where} {room / 2**30:.1f} GiB; take a "
+            "smaller model, or engine=sglang, which shares one among GPUs (engine.tp)"
         )

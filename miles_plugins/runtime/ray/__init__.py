@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miles import ConfigError, Context, Handle, Spec
+from miles import ConfigError, Context, Handle, Spec, gpus_here
 from miles_plugins.runtime.ray.layout import Node, Share, lacks, wanted
 
 __all__ = ["Ray"]
@@ -32,6 +32,8 @@ class Ray:
     a node of the cluster, and run.dir, models and local plugins have to be at the same place on
     every host. See docs/ray.md.
     """
+
+    reserves = True  # GPUs, for every worker
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Config:
@@ -91,6 +93,23 @@ class Ray:
         if config.grows:
             return []
         return lacks(_wants(config, planned, nodes), nodes, where=f"the cluster {config.address}")
+
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> list[str]:
+        """GPUs that Ray would hand out and nobody has, and memory that nobody can estimate."""
+        del cls, planned
+        here = len(gpus_here())
+        if config.gpus is not None and config.gpus > here > 0:
+            return [
+                f"runtime.gpus is {config.gpus}, and this machine has {here} GPU(s): a worker "
+                f"that is given another finds none; use runtime.gpus={here}"
+            ]
+        if config.address != "local" and not here and config.trainer.gpus != 0:
+            return [
+                f"no estimate of GPU memory: the cluster {config.address} has the GPUs, and this "
+                "machine none to go by"
+            ]
+        return []
 
     def __init__(self, config: Config, context: Context) -> None:
         if faults := [*_values(config)]:

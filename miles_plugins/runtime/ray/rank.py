@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -76,7 +75,9 @@ class Rank:
                 f"{self.title}: {self.bind}:{found['port']} cannot be reached from the driver "
                 f"({error or 'no answer'}); runtime.network chooses the network that hosts share"
             ) from None
-        self._watch = loop.create_task(self._watch_silence(silent_after_s), name=f"watch {self}")
+        self._watch = loop.create_task(
+            self.caller.watch_silence(silent_after_s), name=f"watch {self}"
+        )
 
     async def ask(self, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """Call the actor itself. Raises `WorkerError`."""
@@ -133,14 +134,6 @@ class Rank:
         if report["fault"]:
             return report["fault"], report["tail"]
         return f"exit code {report['code']}", report["tail"]
-
-    async def _watch_silence(self, silent_after_s: float) -> None:
-        every = min(5.0, silent_after_s / 4)
-        while True:
-            await asyncio.sleep(every)
-            silent = time.monotonic() - self.caller.last_seen
-            if self.caller.waiting and silent > silent_after_s:
-                self.caller.fail(f"sent nothing for {silent:.0f} s")
 
     async def stop(self, *, grace_s: float) -> None:
         """End the worker with its children, then its actor, however stuck they are."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles import Array, Batch, ConfigError, Context, Tokens, Update
+from miles_plugins.trainer.fsdp import room
 
 __all__ = ["Fsdp"]
 
@@ -104,17 +105,17 @@ class Fsdp:
         mismatch_mean: float | None = None
         """Mismatch budget for a step's mean, in nats; null takes the precision recipe's."""
 
+    claims = classmethod(room.claims)
+
     @classmethod
     def check(cls, config: Config, planned: Any = None) -> list[str]:
         """Values that cannot be meant, GPUs that are missing, and a model that does not fit."""
         faults = cls._value_faults(config)
         if faults or planned is None:
             return faults
-        from miles_plugins.trainer.fsdp.room import faults as lacking
-
         model = planned.built.get("model")
         shared = [] if model is None else sharing_faults(config, model.hf_config())
-        return [*shared, *lacking(config, planned)]
+        return [*shared, *room.faults(config, planned)]
 
     @classmethod
     def _value_faults(cls, config: Config) -> list[str]:

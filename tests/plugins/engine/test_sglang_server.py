@@ -429,21 +429,17 @@ def test_check_leaves_gpus_of_other_machines_to_the_runtime(python, monkeypatch)
     assert fault == "first_gpu is 4, and runtime=ray chooses the GPUs"
 
 
-def test_check_warns_of_servers_on_the_gpus_of_the_trainer(python, monkeypatch):
-    def said(count, **values):
-        card = Gpu(name="H200", total=141 << 30)
-        monkeypatch.setattr(checks, "gpus_here", lambda: [card] * count)
-        planned = _planned(placement=values.pop("placement", "split"))
-        planned.specs["trainer"] = Spec(kind="trainer", name="fsdp", config={"workers": 2})
-        config = replace(_config(python), device="cuda", tp=2, **values)
-        return [w for w in checks.warnings(Sglang, config, planned) if "GPU" in w]
-
-    (warning,) = said(4)
-    assert "servers begin at GPU 0, and trainer ranks have GPUs 0 to 1" in warning
-    assert "engine.first_gpu=2" in warning
-    assert said(4, first_gpu=2) == []
-    assert said(2) == []  # there are no others
-    assert said(4, placement="colocated") == []
+def test_servers_that_only_evaluate_claim_gpus_behind_the_others(python, monkeypatch):
+    """Nobody counted them when memory was judged, and they never sleep."""
+    monkeypatch.setattr(checks, "gpus_here", lambda: [Gpu(name="H200", total=141 << 30)] * 4)
+    planned = _planned()
+    config = replace(_config(python), device="cuda", tp=2, first_gpu=1)
+    (claim,) = checks.claims(Sglang, config, planned)
+    assert (claim.gpus, claim.releases) == (range(1, 3), True)
+    planned.built["evaluator"] = SimpleNamespace(place="apart")
+    planned.specs["evaluator"] = Spec(kind="evaluator", name="external", config={"workers": 1})
+    _, claim = checks.claims(Sglang, config, planned)
+    assert (claim.who, claim.gpus, claim.releases) == ("evaluation servers", range(3, 5), False)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])

@@ -95,6 +95,43 @@ def test_jsonl_next_stage_forgets_nothing(tmp_path: Path) -> None:
     assert lines(tmp_path)[:-1] == before
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from(["checkpoint", "row"]), st.booleans()),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_jsonl_has_one_row_of_every_step_wherever_the_driver_was_killed(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[int, str, bool]]
+) -> None:
+    """One that was killed after a step's checkpoint and before its row left the row out. Each life
+    takes so many steps, each with a checkpoint and then its row, and is killed after the last
+    checkpoint, or after the row; its next may be killed before it has restored anything."""
+    directory, reached = tmp_path_factory.mktemp("run"), 0
+    for number, (steps, killed_after, at_once) in enumerate(lives):
+        for early in [True, False] if at_once else [False]:
+            tracker = make(directory)
+            tracker.moment("run_started", {"resumed": reached if number else None})
+            if early:
+                tracker.close()
+                continue
+            if reached:
+                tracker.moment("step_restored", {"step": reached, "a": 1})
+            for step in range(reached + 1, reached + steps + 1):
+                if step < reached + steps or killed_after == "row":
+                    tracker.moment("step_finished", {"step": step, "a": 2})
+            tracker.close()
+            reached += steps
+    tracker = make(directory)
+    tracker.moment("run_started", {"resumed": reached})
+    tracker.moment("step_restored", {"step": reached, "a": 1})
+    tracker.close()
+    rows = [x["step"] for x in lines(directory) if x["moment"] == "step_finished"]
+    assert rows == list(range(1, reached + 1))
+
+
 @settings(max_examples=25, deadline=None)
 @given(stops=st.lists(st.integers(0, 12), min_size=1, max_size=4), cut=st.integers(0, 60))
 def test_jsonl_survives_any_number_of_crashes(

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from miles import Batch, Drop, Group, RunError, Sample, Span, Task, Trajectory, Update, flatten
 from miles.buffer import Buffer, Lease
@@ -113,6 +115,8 @@ def taken(buffer: Buffer, count: int) -> list[Group]:
 def stepped(measure: Measure, buffer: Buffer, groups: list[Group], version: int) -> dict:
     """The metrics of a step on these groups, which makes `version`."""
     buffer.stepped(version, groups)
+    measure.ended(buffer.ended)
+    buffer.ended.clear()
     samples = [s for g in groups for s in g.samples]
     got = measure.step(
         step=version,
@@ -199,9 +203,37 @@ def test_measure_goes_on_with_the_lengths_of_the_run_that_is_resumed() -> None:
     """They began anew, and with them the bias that is told."""
     before, after = Measure(), Measure()
     before.came_back(group(0, [1.0, 0.0], 0))
-    before._trained.add(group(1, [1.0], 0))
+    before.came_back(group(1, [1.0], 0))
+    before.ended([(0, "zero_variance"), (1, "trained"), (2, "run_ended")])
     after.go_on(json.loads(json.dumps(before.lengths())))
-    assert after.lengths() == before.lengths() and after._returned.mean == before._returned.mean > 0
+    assert after.lengths() == before.lengths() == {"trained": [2, 1], "returned": [7, 3]}
+
+
+@given(
+    st.lists(st.sampled_from(["trained", "late", "buffered", "flying"]), max_size=12),
+    st.integers(0, 12),
+)
+def test_measure_counts_a_group_once_whenever_the_run_is_resumed(
+    fates: list[str], resumed: int
+) -> None:
+    """Groups that were buffered at a checkpoint came back in both the earlier and the later run,
+    and were counted in each."""
+    groups = [group(n, [1.0] * (1 + n % 3), 0) for n in range(len(fates))]
+    calm, before, after = Measure(), Measure(), Measure()
+    for one in groups:
+        calm.came_back(one)
+        calm.ended([(one.id, "trained" if fates[one.id] == "trained" else "late")])
+    for one in groups[:resumed]:
+        if fates[one.id] != "flying":
+            before.came_back(one)
+        if fates[one.id] in ("trained", "late"):
+            before.ended([(one.id, fates[one.id])])
+    after.go_on(before.lengths())
+    for one in groups:
+        if one.id >= resumed or fates[one.id] in ("flying", "buffered"):  # its lease was open
+            after.came_back(one)
+            after.ended([(one.id, "trained" if fates[one.id] == "trained" else "late")])
+    assert after.lengths() == calm.lengths()
 
 
 def test_measure_tells_only_what_was_retried_since_a_resume() -> None:

@@ -124,6 +124,21 @@ def test_calls_that_time_out_are_cancelled_there() -> None:
     run(body)
 
 
+def test_calls_to_a_silent_end_fail_and_say_what_was_waited_for() -> None:
+    """ "sent nothing for 61 s", and nobody knew during what."""
+
+    async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
+        watch = asyncio.create_task(caller.watch_silence(0.2))
+        calls = [asyncio.create_task(caller.call("wait", [], {}, None)) for _ in range(2)]
+        said = r"nothing for 0 s \(silent_after_s is 0\.2\) and owes wait, 0 s and 1 more"
+        for call in calls:
+            with pytest.raises(WorkerError, match=said):
+                await call
+        watch.cancel()
+
+    run(body)
+
+
 def test_calls_streams_raise_what_the_generator_raised() -> None:
     async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
         items = caller.stream("broken", [])

@@ -1,0 +1,31 @@
+"""Start several workers at once: all of them, or none.
+
+What a worker is, and how one is ended, whoever asks says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["all_or_none"]
+
+T = TypeVar("T")
+
+
+async def all_or_none(
+    starts: Iterable[Coroutine[Any, Any, T]], end: Callable[[T], Awaitable[None]]
+) -> list[T]:
+    """What they return, in order. When one raises, or this is cancelled, those that have not ended
+    are cancelled, and `end` is called with what the others returned."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                await end(outcome)
+        raise

@@ -1,0 +1,52 @@
+"""Workers that start together: all of them, or none is left."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles import WorkerError
+from miles.workers.starting import all_or_none
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6),
+    st.none() | st.integers(0, 3),
+)
+def test_all_or_none_leaves_nothing_behind_that_nobody_has(
+    workers: list[tuple[int, bool]], cancelled: int | None
+) -> None:
+    """Each starts after so many turns of the event loop, or fails then; whoever asked may give up
+    first."""
+    running: set[int] = set()
+
+    async def start(number: int, turns: int, *, fails: bool) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if fails:
+            raise WorkerError(f"worker {number}")
+        running.add(number)
+        return number
+
+    async def end(number: int) -> None:
+        await asyncio.sleep(0)
+        running.remove(number)
+
+    async def main() -> None:
+        starts = [start(n, turns, fails=fails) for n, (turns, fails) in enumerate(workers)]
+        asking = asyncio.create_task(all_or_none(starts, end))
+        if cancelled is not None:
+            for _ in range(cancelled + 1):
+                await asyncio.sleep(0)
+            asking.cancel()
+        (outcome,) = await asyncio.gather(asking, return_exceptions=True)
+        if isinstance(outcome, BaseException):
+            assert not running
+            assert isinstance(outcome, WorkerError | asyncio.CancelledError)
+        else:
+            assert outcome == list(range(len(workers))) and running == set(outcome)
+
+    asyncio.run(main())
