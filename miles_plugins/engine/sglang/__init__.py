@@ -22,7 +22,7 @@ from miles_plugins.engine.sglang.asking import Asking
 from miles_plugins.engine.sglang.channel import Channel, opened
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
-from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket, update_all
+from miles_plugins.engine.sglang.publishing import LOST, Publishing, Unknown, bracket, update_all
 from miles_plugins.engine.sglang.server import Server, Slot
 from miles_plugins.engine.sglang.starting import key_of, start
 from miles_plugins.engine.sglang.watching import Watch
@@ -320,7 +320,7 @@ class Sglang:
                 if how == "cut":
                     await asking.ended()
                 yield how
-            except Unknown as error:
+            except LOST as error:
                 self._watch.broken = str(error)
                 raise
             except EngineError as error:

@@ -7,14 +7,17 @@ import asyncio
 import importlib.util
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from miles import Context, EngineError, Request, Sampling, WeightSyncError
+from miles import Context, EngineError, Request, Sampling, WeightsDiffer, WeightSyncError
+from miles.testing import FakeHandle
 from miles_plugins.engine.sglang import Sglang, facts, publishing
+from miles_plugins.transport.calling import everywhere
 from miles_plugins.transport.serving import Serving
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -104,6 +107,23 @@ def test_scramble_that_broke_and_is_not_read_over_makes_the_engine_unusable(play
             await client.load_directory(1, checkpoint)
         with pytest.raises(EngineError, match="cannot be used"):
             await client.generate(_request())
+
+    play(check)
+
+
+def test_proof_that_fails_twice_says_the_same_words_to_the_driver(play, checkpoint):
+    """By which it knows that another restart would not help."""
+
+    async def check(client, server):
+        server.untouched, faults = {"t0"}, []
+        for _ in range(2):
+            client._watch.broken = ""  # as a server that was started again
+            half = SimpleNamespace(load=partial(client.load_directory, 1, checkpoint))
+            engine = FakeHandle("engine", {"receiver": half})
+            with pytest.raises(WeightsDiffer) as found:
+                await everywhere([engine], "disk", "receiver.load")
+            faults.append(str(found.value))
+        assert faults[0] == faults[1] and faults[0].endswith(": t0")
 
     play(check)
 
