@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from miles import ConfigError, EngineError, Gpu, Spec, gpus_here, memory_here, weight_bytes
-from miles_plugins.engine.sglang import command, server
+from miles_plugins.engine.sglang import command, server, sources
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
@@ -220,6 +220,10 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         _installed(config)
     except ConfigError as error:
         yield str(error).removeprefix("engine sglang: ")
+    if (model := planned.built.get("model")) is not None:
+        python = config.python or sys.executable
+        if fault := sources.own_head(python, config.environment, model.hf_config()):
+            yield fault
     servers = config.workers + _fleet(planned)
     runtime = planned.specs.get("runtime")
     if isinstance(runtime, Spec) and runtime.name != "local":
@@ -237,7 +241,6 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         where = f"{shared} GPU{'s'[: shared > 1]}"
     else:
         room, shared, where = memory_here(), 1, "this machine's memory"
-    model = planned.built.get("model")
     precision = planned.built.get("precision")
     if model is None or precision is None or not room:
         return

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from miles import EngineError, MilesError, WeightsDiffer, WeightSyncError
 from miles_plugins.engine.sglang import facts as says
-from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang import sources, wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.server import write_json
 
@@ -126,7 +126,15 @@ class Publishing:
             _log.warning("engine sglang: weights cannot be scrambled: %s", error)
         await self._read(version, directory, flush=flush)
         second = await self.checksums()
-        _differ(version, first, second, "do not come from the files")
+        try:
+            _differ(version, first, second, "do not come from the files")
+        except WeightsDiffer as error:
+            if "lm_head.weight" in str(error) and _tied(directory):
+                error.add_note(
+                    "the server has an output head of its own, and these weights tie it to the "
+                    f"embedding; {sources.INSTEAD}"
+                )
+            raise
         digest = await asyncio.to_thread(content, directory)  # every byte: not in the event loop
         seen = self._record / f"{digest}.json"
         if seen.exists():
@@ -187,6 +195,14 @@ def _differ(version: int, one: dict[str, str], two: dict[str, str], what: str) -
             f"engine sglang: version {version}: {len(wrong)} of {len(two)} tensors {what}: "
             f"{', '.join(wrong[:8])}{more}"
         )
+
+
+def _tied(directory: Path) -> bool:
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and sources.tied(found)
 
 
 def refuse(directory: Path) -> None:

@@ -396,6 +396,46 @@ def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypa
     assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
 
 
+_HEADS = {
+    "own": "self.lm_head = ParallelLMHead(1)",
+    "ties": "self.lm_head = ParallelLMHead(1)\n        if config.tie_word_embeddings: pass",
+    "inherits": "pass",
+}
+
+
+@pytest.mark.parametrize("head", _HEADS)
+def test_tied_checkpoint_is_refused_by_name_where_sglang_has_a_head_of_its_own(
+    tmp_path, monkeypatch, head
+):
+    """The proof of its first publish would find that head wrong, after the servers have started."""
+    about = tmp_path / "site" / "sglang-0.5.23.dist-info"
+    models = tmp_path / "site" / "sglang" / "srt" / "models"
+    for folder in (about, models):
+        folder.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    (models.parents[1] / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (models / "some.py").write_text(
+        f"class Some(Module):\n    def __init__(self, config):\n        {_HEADS[head]}\n\n\n"
+        "class Another(Module):\n    def __init__(self):\n        self.lm_head = None\n"
+    )
+    monkeypatch.setattr(checks, "memory_here", lambda: 0)
+    around = {"PYTHONPATH": str(tmp_path / "site")}
+    config = Sglang.Config(python=sys.executable, environment=around, device="cpu")
+
+    def said(**more):
+        planned = _planned()
+        planned.built["model"] = SimpleNamespace(hf_config=lambda: {**BIG, **more})
+        return checks.check(Sglang, config, planned)
+
+    assert said(architectures=["Some"]) == said(architectures=["Another"]) == []
+    assert said(architectures=["Another"], tie_word_embeddings=True) == []
+    found = said(architectures=["Some"], tie_word_embeddings=True)
+    assert len(found) == (head == "own")
+    for fault in found:
+        assert fault.startswith(f"Some of SGLang ({models}/some.py) has an output head of its own")
+        assert "give a checkpoint whose config.json says tie_word_embeddings: false" in fault
+
+
 def test_zero_is_the_value_of_a_flag():
     config = Sglang.Config(flags={"decode_log_interval": 0, "disable_radix_cache": False})
     said = " ".join(_flags(config, seed=0))

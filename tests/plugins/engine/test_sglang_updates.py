@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import time
 from contextlib import asynccontextmanager
 from functools import partial
@@ -124,6 +125,20 @@ def test_proof_that_fails_twice_says_the_same_words_to_the_driver(play, checkpoi
                 await everywhere([engine], "disk", "receiver.load")
             faults.append(str(found.value))
         assert faults[0] == faults[1] and faults[0].endswith(": t0")
+
+    play(check)
+
+
+def test_head_that_a_tied_checkpoint_does_not_bring_is_named(play, checkpoint):
+    async def check(client, server):
+        server.tensors = {"lm_head.weight": "made up", "t0": "made up"}
+        server.untouched = {"lm_head.weight"}
+        for tied, told in ((False, 0), (True, 1)):
+            client._watch.broken = ""
+            (checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+            with pytest.raises(WeightsDiffer, match=r"1 of 2 tensors .*: lm_head\.weight") as found:
+                await client.load_directory(1, checkpoint)
+            assert found.value.detail.count("the server has an output head of its own") == told
 
     play(check)
 
