@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from miles import ConfigError, EngineError, Gpu, Spec, gpus_here, memory_here, weight_bytes
-from miles_plugins.engine.sglang import command, server, sources
+from miles_plugins.engine.sglang import command, drafts, server, sources
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
@@ -77,6 +77,8 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     settings = planned.settings
     if settings.session.experts and not topk(planned.built.get("model")):
         faults.append("session.experts: the model has no experts to ask for")
+    if fault := drafts.fault(config.speculative, planned.built.get("model")):
+        faults.append(fault)
     chosen = getattr(planned.specs.get("transport"), "name", "")
     if config.prefill_url and chosen in ("ipc", "nccl"):
         faults.append(

@@ -359,7 +359,7 @@ def test_flag_that_is_no_plain_value_is_refused(python, around):
 
 
 def _planned(**settings):
-    model = SimpleNamespace(hf_config=lambda: BIG)
+    model = SimpleNamespace(hf_config=lambda: BIG, directory=lambda: None)
     precision = SimpleNamespace(engine="bfloat16", logits="bfloat16")
     return SimpleNamespace(
         settings=Settings(**settings),
@@ -502,6 +502,47 @@ def test_check_warns_of_a_speculative_algorithm_that_nobody_has(python):
     assert "engine.speculative.algorithm: EGALE is not known; SGLang has " in said
     known = _config(python, speculative={"algorithm": "eagle"})
     assert checks.warnings(Sglang, known, _planned()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "drafts"),
+    [
+        ({}, [], False),
+        ({"num_nextn_predict_layers": 0}, ["model.layers.79.mlp.up_proj.weight"], False),
+        ({"mtp_loss_scaling_factor": 0.1, "mtp_only": True}, [], False),
+        ({"num_nextn_predict_layers": 1}, [], True),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, [], True),
+        ({}, ["mtp.fc.weight"], True),
+        ({}, ["model.layers.80.eh_proj.weight"], True),
+    ],
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_check_refuses_drafts_inside_a_checkpoint_that_has_none(
+    tmp_path, python, config, names, drafts, index
+):
+    if index:
+        found = {"weight_map": dict.fromkeys(names, "a.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(found))
+    else:
+        head = json.dumps({name: {} for name in names}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    planned = _planned()
+    model = SimpleNamespace(hf_config=lambda: {**BIG, **config}, directory=lambda: tmp_path)
+    planned.built = {"model": model}
+
+    def said(**speculative):
+        return checks.check(Sglang, _config(python, speculative=speculative), planned)
+
+    for algorithm in ("NEXTN", "eagle"):
+        faults = said(algorithm=algorithm)
+        assert bool(faults) != drafts
+        for fault in faults:
+            assert fault.startswith(
+                f"speculative.algorithm is {algorithm.upper()}, and {tmp_path}/config.json "
+                "declares no draft layers (num_nextn_predict_layers, or another key with nextn"
+            )
+            assert "algorithm=NGRAM, which drafts from the text" in fault
+    assert said(algorithm="NGRAM") == said() == []
 
 
 def test_check_warns_of_ranks_that_draw_alike(python):
