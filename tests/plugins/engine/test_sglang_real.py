@@ -49,7 +49,7 @@ def _near(tiny, request, made, start=0, stop=None):
     return np.abs(made.logprobs - said)[start:stop]
 
 
-async def _requests(tiny, engine, request_for):
+async def _requests(tiny, engine, request_for, ask_natively):
     await engine.load(0, tiny.weights())
     assert await engine.version() == 0
     asked = request_for(0, new=40)
@@ -76,6 +76,7 @@ async def _requests(tiny, engine, request_for):
         await engine.generate(request_for(3, size=300))
     sums = await engine.checksums()
     assert "model.layers.0.self_attn.qkv_proj.weight" in sums
+    await ask_natively(engine._http)
     await engine.flush()
 
 
@@ -119,11 +120,13 @@ async def _update(tiny, engine, request_for, pause):
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
-def test_real_server_samples_and_is_updated_with_exact_spans(engine, tiny, request_for, pause):
+def test_real_server_samples_and_is_updated_with_exact_spans(
+    engine, tiny, request_for, ask_natively, pause
+):
     async def play():
         made = engine(pause=pause, max_lag=1)
         try:
-            await _requests(tiny, made, request_for)
+            await _requests(tiny, made, request_for, ask_natively)
             await _update(tiny, made, request_for, pause)
             os.killpg(made._server.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match=r"/generate: |the server ended"):
