@@ -106,7 +106,8 @@ class Sglang:
         connections: int = 1024
         """Requests at once; more wait here."""
         stream_interval: int = 4
-        """Tokens between two parts of a stream; every part repeats the ones before."""
+        """Tokens between two parts of a stream; those of servers given by `url` repeat the parts
+        before, unless they have `--incremental-streaming-output`, as our own do."""
         prove: bool = True
         """Prove a server's first update, and those whose contents the transport compares: scramble
         its weights, read them again, and compare checksums, also with those of other servers that

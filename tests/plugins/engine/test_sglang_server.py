@@ -309,7 +309,7 @@ def test_flags_follow_the_config():
         "--enable-deterministic-inference", "--enable-return-routed-experts", "--random-seed 5",
         "--enable-memory-saver", "--disable-overlap-schedule", "--mem-fraction-static 0.7",
         "--attention-backend triton", "--disable-cuda-graph", "--lora-paths a b",
-        "--load-format dummy", "--host 127.0.0.1",
+        "--load-format dummy", "--host 127.0.0.1", "--incremental-streaming-output",
     ):  # fmt: skip
         assert flag in said, flag
     assert "attention_backend" not in said
@@ -319,6 +319,8 @@ def test_flags_follow_the_config():
     plain = " ".join(_flags(Sglang.Config(dp=2)))
     assert "--dp-size 2" in plain
     assert "dp-attention" not in plain
+    repeating = Sglang.Config(flags={"incremental_streaming_output": False})
+    assert "--incremental-streaming-output" not in _flags(repeating)
     spec = Sglang.Config(speculative={"algorithm": "EAGLE", "num_steps": 3})
     assert "--speculative-algorithm EAGLE --speculative-num-steps 3" in " ".join(_flags(spec))
 
