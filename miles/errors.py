@@ -42,6 +42,7 @@ __all__ = [
     "TrainerError",
     "UnsupportedRequest",
     "WeightSyncError",
+    "WeightsDiffer",
     "WorkerError",
     "choices",
 ]
@@ -220,6 +221,11 @@ class WorkerError(RunError):
 
 class WeightSyncError(RunError):
     """Weights on an engine are not the trainer's."""
+
+
+class WeightsDiffer(WeightSyncError):
+    """An engine took an update, and comparing contents shows other tensors than those sent; which
+    ones is in the text, and nothing that changes from one attempt to the next."""
 
 
 class CheckpointError(RunError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.batch import Receipt
-from miles.errors import WeightSyncError, WorkerError
+from miles.errors import WeightsDiffer, WeightSyncError, WorkerError
 from miles.placement import Placement
 from miles.protocols import Handle
 from miles.wire.remote import RemoteTrainer
@@ -56,8 +56,9 @@ class Weights:
     async def publish(self) -> Receipt:
         """To every engine; those that die on the way are started again, and it begins anew.
 
-        Raises `WeightSyncError` when an engine that lives did not get them, and `WorkerError` when
-        the trainer is gone or an engine could not be started again.
+        Raises `WeightSyncError` when an engine that lives did not get them, `WeightsDiffer` when
+        one has others and had the same ones after it was started again, and `WorkerError` when the
+        trainer is gone or an engine could not be started again.
         """
         async with self._turn:
             return await self._publish()
@@ -109,10 +110,19 @@ class Weights:
                 await self.recover()
 
     async def _publish(self) -> Receipt:
+        before = ""  # how contents differed at the last attempt
         while True:
             try:
                 receipt = await self._send()
-            except (WorkerError, WeightSyncError):
+            except (WorkerError, WeightSyncError) as error:
+                if isinstance(error, WeightsDiffer):
+                    if str(error) == before:
+                        error.add_note(
+                            "an engine started anew differed in the same way, so none is started "
+                            "again: what it makes of these weights is not what was sent"
+                        )
+                        raise
+                    before = str(error)
                 stuck = self._sending is not None and not self._sending.done()
                 if stuck or not await self._engines.revive():
                     raise

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from miles import Engine, EngineError, MilesError, WeightSyncError
+from miles import Engine, EngineError, MilesError, WeightsDiffer, WeightSyncError
 
 __all__ = ["Native", "handed_over"]
 
@@ -72,7 +72,7 @@ class Native:
         """Compare what the server has with what it makes of a snapshot of the same weights.
 
         All tensors are scrambled in between, so that one which neither way reached shows too.
-        Raises `WeightSyncError` naming tensors, by the server's names.
+        Raises `WeightsDiffer` naming tensors, by the server's names.
         """
         first = await self._checksums()
         try:
@@ -86,7 +86,7 @@ class Native:
         differ = [name for name in second if first.get(name) != second[name]]
         if differ:
             more = f" and {len(differ) - 8} more" if len(differ) > 8 else ""
-            raise WeightSyncError(
+            raise WeightsDiffer(
                 f"transport {self._name}: {len(differ)} of {len(second)} tensors on the server "
                 f"differ from those of a snapshot: {', '.join(sorted(differ)[:8])}{more}"
             )

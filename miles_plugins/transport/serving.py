@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from miles import Engine, WeightSyncError
+from miles import Engine, WeightsDiffer, WeightSyncError
 
 __all__ = ["Serving"]
 
@@ -75,7 +75,7 @@ class Serving:
             if asks is not None:
                 self._compare(entries, await asks())
             stays = False
-        except _Differs:
+        except WeightsDiffer:
             stays = True
             raise
         finally:  # after any other fault it serves what it served
@@ -87,12 +87,8 @@ class Serving:
         wanted = {entry["name"]: entry["content"] for entry in entries}
         differ = [name for name, content in served.items() if wanted.get(name) != content]
         if differ:
-            raise _Differs(
+            raise WeightsDiffer(
                 f"transport {self._name}: {len(differ)} of {len(served)} tensors that the engine "
                 f"serves differ from what the trainer sent: {', '.join(sorted(differ)[:8])}; it is "
                 "stopped"
             )
-
-
-class _Differs(WeightSyncError):
-    """An engine serves what nobody sent."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +91,46 @@ class Native:
         await self._open.wait()
         if (version := await self.engine.version()) < 0:
             return _error(503, "there are no weights yet; POST /update_weights_from_disk")
-        if speaking.wants_score(body):
-            values = await self.engine.score(asked.tokens)
-            return web.json_response(speaking.scored(asked, values, version=version))
+        start = speaking.prompt_start(body, asked.tokens)
         if asked.id in self._running:
             return _error(400, f"rid {asked.id!r} is running already")
         self._running.add(asked.id)
         try:
+            prompt = None if start is None else await self._prompt(asked, start)
+            samples = asked.sampling.max_new_tokens != 0 and await self._room(asked, prompt)
+            reply = partial(speaking.reply, asked, prompt=prompt)
             if body.get("stream"):
                 every = int((body.get("sampling_params") or {}).get("stream_interval") or 1)
-                return await self._streamed(http, asked, version, max(1, every))
-            made = await self.engine.generate(asked)
+                items = self.engine.stream(asked) if samples else _nothing()
+                return await self._streamed(http, items, reply, version=version, every=every)
+            made = await self.engine.generate(asked) if samples else speaking.NOTHING
         finally:
             self._running.discard(asked.id)
         version = await self.engine.version()
-        return web.json_response(speaking.reply(asked, made, version=version, finished=True))
+        return web.json_response(reply(made, version=version, finished=True))
+
+    async def _prompt(self, asked: Request, start: int) -> list[list[Any]]:
+        """Triples of the prompt from `start` on; as in SGLang the first of them has no log-prob."""
+        if start == len(asked.tokens):
+            return []
+        values = await self.engine.score(asked.tokens)
+        found = speaking.triples(asked.tokens[start:], values[start:])
+        found[0][0] = None
+        return found
+
+    async def _room(self, asked: Request, prompt: list[list[Any]] | None) -> bool:
+        """Whether a token can be sampled beside the log-probs of a prompt, which may be as long as
+        the engine takes. Where those are not asked for, the engine refuses such a prompt."""
+        return not prompt or len(asked.tokens) < (await self.engine.health())["max_len"]
 
     async def _streamed(
-        self, http: web.Request, asked: Request, version: int, every: int
+        self,
+        http: web.Request,
+        items: AsyncGenerator[Any, None],
+        reply: Callable[..., dict[str, Any]],
+        *,
+        version: int,
+        every: int,
     ) -> web.StreamResponse:
         """Events that each repeat the ones before, as SGLang's do; log-probs come with the last."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -118,16 +141,17 @@ class Native:
 
         done, said = np.zeros(0, np.int32), 0  # (tokens so far,) int32
         try:
-            async with aclosing(self.engine.stream(asked)) as items:
+            async with aclosing(items):
                 async for item in items:
                     if isinstance(item, Completion):
                         version = await self.engine.version()
-                        await say(speaking.reply(asked, item, version=version, finished=True))
+                        await say(reply(item, version=version, finished=True))
                         break
                     done = np.concatenate([done, item])
-                    if len(done) - said >= every:
+                    if len(done) - said >= max(1, every):
                         said = len(done)
-                        await say(_partial(asked, done, version))
+                        part = Completion(tokens=done, logprobs=None, spans=(), finish="length")
+                        await say(reply(part, version=version, finished=False))
         except EngineError as error:
             await say({"error": {"message": str(error)}})
         await response.write(b"data: [DONE]\n\n")
@@ -208,8 +232,10 @@ class Native:
 
     async def _update(self, http: web.Request) -> web.Response:
         body = await _body(http)
-        version = str(body.get("weight_version") or "")
-        if not version.isdecimal():
+        version = body.get("weight_version")
+        if version is None:  # then it stays, as SGLang's does; weights as loaded are 0
+            version = max(0, await self.engine.version())
+        if not str(version).isdecimal():
             return _error(400, f"weight_version is {version!r}; it must be a number of steps")
         directory = Path(str(body.get("model_path") or ""))
         async with self._turn:
@@ -250,12 +276,8 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
-def _partial(asked: Request, done: Any, version: int) -> dict[str, Any]:
-    """What there is of a stream: tokens, whose log-probs are not known before the end."""
-    made = Completion(tokens=done, logprobs=None, spans=(), finish="length")
-    said = speaking.reply(asked, made, version=version, finished=False)
-    triples = [[None, token, None] for token in said["output_ids"]]
-    return {**said, "meta_info": {**said["meta_info"], "output_token_logprobs": triples}}
+async def _nothing() -> AsyncGenerator[Any, None]:
+    yield speaking.NOTHING
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import numpy as np
 
 from miles import Array, Completion, EngineError, Request, Sampling
 
-__all__ = ["reply", "request_of", "scored", "wants_score"]
+__all__ = ["NOTHING", "prompt_start", "reply", "request_of", "triples"]
 
 _BODY = [
     "input_ids",
@@ -86,7 +86,7 @@ def request_of(body: Any) -> Request:
     rid = str(body.get("rid") or secrets.token_hex(8))
     try:
         sampling = Sampling(
-            max_new_tokens=int(params.get("max_new_tokens") or 128),
+            max_new_tokens=int(_given(params.get("max_new_tokens"), 128)),
             temperature=float(params.get("temperature", 1.0)),
             top_p=float(params.get("top_p", 1.0)),
             top_k=max(0, int(params.get("top_k") or 0)),
@@ -105,6 +105,10 @@ def request_of(body: Any) -> Request:
     )
 
 
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
 def _refuse(why: str) -> None:
     raise EngineError(f"generate: {why}")
 
@@ -117,13 +121,43 @@ def _ids(given: Any) -> Array:
     return np.array(given, np.int32)
 
 
-def wants_score(body: Mapping[str, Any]) -> bool:
-    """Whether the log-probs of the prompt are asked for."""
-    return bool(body.get("return_logprob")) and body.get("logprob_start_len", -1) == 0
+NOTHING = Completion(
+    tokens=np.zeros(0, np.int32),  # (0,) int32
+    logprobs=np.zeros(0, np.float32),  # (0,) float32
+    spans=(),
+    finish="length",
+)
+"""What `max_new_tokens: 0` samples, beside the log-probs of a prompt."""
 
 
-def reply(request: Request, made: Completion, *, version: int, finished: bool) -> dict[str, Any]:
-    """A completion, or with `finished` false what there is of it."""
+def prompt_start(body: Mapping[str, Any], tokens: Array) -> int | None:
+    """The first token of the prompt whose log-prob is asked for, after the last where none is;
+    None without `return_logprob`. Raises `EngineError`."""
+    if not body.get("return_logprob"):
+        return None
+    start = _given(body.get("logprob_start_len"), -1)
+    if type(start) is not int or not -1 <= start <= len(tokens):
+        _refuse(f"logprob_start_len is {start!r}; it must be from -1 (none) to {len(tokens)}")
+    return len(tokens) if start == -1 else start
+
+
+def triples(tokens: Array, values: Array | None) -> list[list[Any]]:
+    """(log-prob, token, None) each; no log-prob where there are no `values`."""
+    ids = tokens.tolist()
+    found = [None] * len(ids) if values is None else values.tolist()
+    return [[p, t, None] for p, t in zip(found, ids, strict=True)]
+
+
+def reply(
+    request: Request,
+    made: Completion,
+    *,
+    version: int,
+    finished: bool,
+    prompt: list[list[Any]] | None = None,
+) -> dict[str, Any]:
+    """A completion, or with `finished` false what there is of it; `prompt` are the triples of that,
+    where log-probs are asked for."""
     ids = made.tokens.tolist()
     reason: dict[str, Any] | None = {"type": made.finish} if finished else None
     if reason is not None and made.finish == "length":
@@ -136,9 +170,9 @@ def reply(request: Request, made: Completion, *, version: int, finished: bool) -
         "cached_tokens": made.cached_tokens,
         "weight_version": str(made.spans[-1].version if made.spans else version),
     }
-    if made.logprobs is not None:
-        values = made.logprobs.tolist()
-        meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(values, ids, strict=True)]
+    if prompt is not None:
+        meta["input_token_logprobs"] = prompt
+    meta["output_token_logprobs"] = triples(made.tokens, made.logprobs)
     if made.spans:
         meta["weight_versions"] = [
             {"version": str(span.version), "start": span.start, "end": span.stop}
@@ -147,22 +181,3 @@ def reply(request: Request, made: Completion, *, version: int, finished: bool) -
     if made.experts is not None:
         meta["routed_experts"] = base64.b64encode(made.experts.astype("<i4").tobytes()).decode()
     return {"output_ids": ids, "meta_info": meta}
-
-
-def scored(request: Request, values: Array, *, version: int) -> dict[str, Any]:
-    """Log-probs of a prompt; nothing is sampled beside."""
-    ids = request.tokens.tolist()
-    triples: list[list[Any]] = [[p, t, None] for p, t in zip(values.tolist(), ids, strict=True)]
-    triples[0][0] = None  # nothing predicts the first
-    return {
-        "output_ids": [],
-        "meta_info": {
-            "id": request.id,
-            "finish_reason": {"type": "length", "length": 0},
-            "prompt_tokens": len(ids),
-            "completion_tokens": 0,
-            "weight_version": str(version),
-            "input_token_logprobs": triples,
-            "output_token_logprobs": [],
-        },
-    }

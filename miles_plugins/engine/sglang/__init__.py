@@ -22,7 +22,7 @@ from miles_plugins.engine.sglang.asking import Asking
 from miles_plugins.engine.sglang.channel import Channel, opened
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
-from miles_plugins.engine.sglang.publishing import Publishing, Unknown, bracket, update_all
+from miles_plugins.engine.sglang.publishing import LOST, Publishing, Unknown, bracket, update_all
 from miles_plugins.engine.sglang.server import Server, Slot
 from miles_plugins.engine.sglang.starting import key_of, start
 from miles_plugins.engine.sglang.watching import Watch
@@ -106,7 +106,8 @@ class Sglang:
         connections: int = 1024
         """Requests at once; more wait here."""
         stream_interval: int = 4
-        """Tokens between two parts of a stream; every part repeats the ones before."""
+        """Tokens between two parts of a stream; those of servers given by `url` repeat the parts
+        before, unless they have `--incremental-streaming-output`, as our own do."""
         prove: bool = True
         """Prove a server's first update, and those whose contents the transport compares: scramble
         its weights, read them again, and compare checksums, also with those of other servers that
@@ -321,7 +322,7 @@ class Sglang:
                 if how == "cut":
                     await asking.ended()
                 yield how
-            except Unknown as error:
+            except LOST as error:
                 self._watch.broken = str(error)
                 raise
             except EngineError as error:

@@ -18,6 +18,7 @@ from miles import Array, Completion, EngineError, Request
 from miles_plugins.engine.sglang import wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
+from miles_plugins.engine.sglang.streamed import Streamed
 
 __all__ = ["Asking"]
 
@@ -85,20 +86,17 @@ class Asking:
         while True:
             left = wording.rest(request, done)
             before = await self._admitted()
-            given, last = 0, None
+            said = Streamed()
             async with self._begun(left) as rid:
                 body = wording.generate_body(
                     left, rid, every=self._stream_interval, salt=self._salt()
                 )
                 async with aclosing(self._parts(body)) as parts:
                     async for part in parts:
-                        last = part
-                        tokens, _ = wording.sampled(part)
-                        if len(tokens) > given:
-                            yield tokens[given:]
-                            given = len(tokens)
+                        if len(tokens := said.add(part)):
+                            yield tokens
                 cut = rid in self._cut
-            if last is None:
+            if (last := said.whole()) is None:
                 raise EngineError(f"engine sglang: request {request.id!r}: the stream held nothing")
             done = wording.joined(done, self._part(left, last, before))
             if (ended := _ended(request, done, cut=cut)) is not None:

@@ -27,7 +27,7 @@ from miles import (
     memory_here,
     weight_bytes,
 )
-from miles_plugins.engine.sglang import command, server
+from miles_plugins.engine.sglang import command, drafts, server, sources
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
@@ -86,6 +86,8 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     settings = planned.settings
     if settings.session.experts and not topk(planned.built.get("model")):
         faults.append("session.experts: the model has no experts to ask for")
+    if fault := drafts.fault(config.speculative, planned.built.get("model")):
+        faults.append(fault)
     chosen = getattr(planned.specs.get("transport"), "name", "")
     if config.prefill_url and chosen in ("ipc", "nccl"):
         faults.append(
@@ -254,6 +256,10 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         _installed(config)
     except ConfigError as error:
         yield str(error).removeprefix("engine sglang: ")
+    if (model := planned.built.get("model")) is not None:
+        python = config.python or sys.executable
+        if fault := sources.own_head(python, config.environment, model.hf_config()):
+            yield fault
     servers = config.workers + _fleet(planned)
     runtime = planned.specs.get("runtime")
     if isinstance(runtime, Spec) and runtime.name != "local":

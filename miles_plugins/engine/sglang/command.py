@@ -106,6 +106,8 @@ def flags(config: Any, **given: Any) -> dict[str, Any]:
         "enable_return_routed_experts": given["experts"],
         "enable_memory_saver": given["memory_saver"],
         "random_seed": given["seed"],
+        # else every part of a stream repeats all tokens before it, and a reader falls behind
+        "incremental_streaming_output": True,
     }
     if config.dp > 1:
         made |= {"dp_size": config.dp, "enable_dp_attention": config.dp_attention}

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import EngineError, MilesError, WeightSyncError
+from miles import EngineError, MilesError, WeightsDiffer, WeightSyncError
 from miles_plugins.engine.sglang import facts as says
-from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang import sources, wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.server import write_json
 
-__all__ = ["Bracket", "Publishing", "Unknown", "bracket", "update_all"]
+__all__ = ["LOST", "Bracket", "Publishing", "Unknown", "bracket", "update_all"]
 
 Bracket = Literal["in_place", "retract", "abort", "cut"]
 _log = logging.getLogger(__name__)
@@ -28,6 +28,10 @@ _CHUNK = 1 << 22  # bytes read at a time
 
 class Unknown(WeightSyncError):
     """An update failed after it may have begun: what the server now has is not known."""
+
+
+LOST = (Unknown, WeightsDiffer)
+"""After which a server is of no use any more."""
 
 
 def bracket(pause: str, facts: says.Facts, *, tells_spans: bool | None) -> tuple[Bracket, str]:
@@ -82,7 +86,8 @@ class Publishing:
     async def update(self, version: int, directory: Path, *, flush: bool) -> None:
         """Have the server read `directory` as `version`, and prove it the first time and after
         `prove_next`. Raises `WeightSyncError` when it refuses before anything changed, `Unknown`
-        afterwards, `OSError` and `ValueError` for files that cannot be read to compare with."""
+        afterwards, `WeightsDiffer` when the proof fails, `OSError` and `ValueError` for files that
+        cannot be read to compare with."""
         refuse(directory)
         await self._read(version, directory, flush=flush)
         if self._prove and not self._proven:
@@ -121,7 +126,15 @@ class Publishing:
             _log.warning("engine sglang: weights cannot be scrambled: %s", error)
         await self._read(version, directory, flush=flush)
         second = await self.checksums()
-        _differ(version, first, second, "do not come from the files")
+        try:
+            _differ(version, first, second, "do not come from the files")
+        except WeightsDiffer as error:
+            if "lm_head.weight" in str(error) and _tied(directory):
+                error.add_note(
+                    "the server has an output head of its own, and these weights tie it to the "
+                    f"embedding; {sources.INSTEAD}"
+                )
+            raise
         digest = await asyncio.to_thread(content, directory)  # every byte: not in the event loop
         seen = self._record / f"{digest}.json"
         if seen.exists():
@@ -144,13 +157,14 @@ async def update_all(
     resume: Callable[[], Awaitable[None]],
 ) -> None:
     """Pause servers, have each read `directory` as `version`, and `resume` them. Raises
-    `WeightSyncError` when nothing changed, and then they go on; `Unknown` afterwards."""
+    `WeightSyncError` when nothing changed, and then they go on; `Unknown` or `WeightsDiffer`
+    afterwards."""
     for one in servers:
         await one.pause("abort" if how == "cut" else how)
     try:
         for one in servers:
             await one.update(version, directory, flush=how != "in_place")
-    except Unknown:
+    except LOST:
         raise
     except WeightSyncError:
         await resume()
@@ -177,10 +191,18 @@ def _differ(version: int, one: dict[str, str], two: dict[str, str], what: str) -
     wrong = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise Unknown(
+        raise WeightsDiffer(
             f"engine sglang: version {version}: {len(wrong)} of {len(two)} tensors {what}: "
             f"{', '.join(wrong[:8])}{more}"
         )
+
+
+def _tied(directory: Path) -> bool:
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and sources.tied(found)
 
 
 def refuse(directory: Path) -> None:

@@ -23,7 +23,7 @@ from miles import ConfigError, EngineError
 from miles_plugins.engine.sglang import guard
 from miles_plugins.engine.sglang.http import Http
 
-__all__ = ["Server", "Slot", "free_port", "installed", "port_fault"]
+__all__ = ["Server", "Slot", "free_port", "installed", "location", "port_fault"]
 
 _POLL_S = 0.25
 _HEALTH_S = 30.0  # one answer while it starts: it may compute a token first
@@ -83,7 +83,16 @@ def installed(python: str, environment: Mapping[str, str] | None = None) -> str:
     """The SGLang version that an interpreter finds, or a script in its place that sets variables
     and becomes one, with `environment` added as a server is started with. Raises `ConfigError` when
     there is no such interpreter, or it finds no SGLang."""
-    look = "import importlib.metadata as m; print(m.version('sglang'))"
+    return _said(python, environment, "import importlib.metadata as m; print(m.version('sglang'))")
+
+
+def location(python: str, environment: Mapping[str, str] | None = None) -> str:
+    """The folder of the package that such an interpreter would import. Raises as `installed`."""
+    look = "import importlib.util as u; print(u.find_spec('sglang').submodule_search_locations[0])"
+    return _said(python, environment, look)
+
+
+def _said(python: str, environment: Mapping[str, str] | None, look: str) -> str:
     # PYTHONPATH counts, as it does for the server; the folder that the run was started in does not
     around = {**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"}
     try:

@@ -31,6 +31,7 @@ __all__ = [
     "score_body",
     "scored",
     "speculation",
+    "triples",
     "typed",
     "version",
 ]
@@ -173,7 +174,8 @@ def speculation(info: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(values[0]) for name, values in found.items() if values}
 
 
-def _triples(reply: Any, name: str) -> list[Any]:
+def triples(reply: Any, name: str) -> list[Any]:
+    """(log-prob, token, text) of a reply under that name. Raises `EngineError`."""
     found = reply.get("meta_info", {}).get(name) if isinstance(reply, dict) else None
     if not isinstance(found, list):
         raise EngineError(f"engine sglang: the reply has no {name}: {str(reply)[:200]}")
@@ -184,9 +186,9 @@ def _triples(reply: Any, name: str) -> list[Any]:
 def sampled(reply: Mapping[str, Any]) -> tuple[Array, Array]:
     """(tokens,) int32 and (tokens,) float32 log-probs of a reply, which stand side by side in it.
     Raises `EngineError`."""
-    triples = _triples(reply, "output_token_logprobs")
-    tokens = np.array([triple[1] for triple in triples], np.int32)  # (tokens,) int32
-    logprobs = np.array([triple[0] for triple in triples], np.float32)  # (tokens,) float32
+    found = triples(reply, "output_token_logprobs")
+    tokens = np.array([triple[1] for triple in found], np.int32)  # (tokens,) int32
+    logprobs = np.array([triple[0] for triple in found], np.float32)  # (tokens,) float32
     return tokens, logprobs
 
 
@@ -321,7 +323,7 @@ def _of(completion: Completion) -> Array:
 @typed
 def scored(reply: Any, tokens: Array) -> Array:
     """(tokens,) float32; the first has no log-prob and gets 0. Raises `EngineError`."""
-    triples = _triples(reply, "input_token_logprobs")
-    if [triple[1] for triple in triples] != tokens.tolist():
+    found = triples(reply, "input_token_logprobs")
+    if [triple[1] for triple in found] != tokens.tolist():
         raise EngineError("engine sglang: the tokens that were scored are not those that were sent")
-    return np.array([triple[0] or 0.0 for triple in triples], np.float32)  # (tokens,) float32
+    return np.array([triple[0] or 0.0 for triple in found], np.float32)  # (tokens,) float32

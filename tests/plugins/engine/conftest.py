@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles import Context, Request, Sampling, Settings
+from miles import Context, EngineError, Request, Sampling, Settings
 from miles_plugins.engine.torch import Torch
 from miles_plugins.model.llama import Llama
 from miles_plugins.model.qwen3 import Qwen3
@@ -134,3 +134,49 @@ def assert_equal() -> Callable[..., None]:
             assert both.one.tobytes() == both.two.tobytes()
 
     return check
+
+
+@pytest.fixture
+def ask_natively(tiny: Tiny, tmp_path: Path) -> Callable[[Any], Any]:
+    """Asks a server that has weights what SGLang's own routes offer beside what the client asks:
+    log-probs of prompts with samples, and updates that name no version."""
+    tokens = np.arange(5, 15, dtype=np.int32)
+
+    async def prompt(http: Any, start: int | None, new: int, *, stream: bool) -> None:
+        body = {
+            "input_ids": tokens.tolist(),
+            "sampling_params": {"max_new_tokens": new, "temperature": 1.0},
+            "return_logprob": True,
+            "stream": stream,
+            **({} if start is None else {"logprob_start_len": start}),
+        }
+        if stream:
+            said = [part async for part in http.parts("/generate", body, limit=60)][-1]
+        else:
+            said = await http.ask("POST", "/generate", body, limit=60)
+            assert len(said["output_ids"]) == len(said["meta_info"]["output_token_logprobs"]) == new
+        first = len(tokens) if start in (None, -1) else start
+        given = said["meta_info"]["input_token_logprobs"]
+        assert [triple[1] for triple in given] == tokens[first:].tolist()
+        assert [triple[0] for triple in given[:1]] == [None] * len(given[:1])
+        wanted = tiny.logprobs(tokens)[first + 1 :]
+        np.testing.assert_allclose([triple[0] for triple in given[1:]], wanted, atol=2e-3)
+        assert said["meta_info"]["completion_tokens"] == new
+        assert said["meta_info"]["finish_reason"] == {"type": "length", "length": new}
+
+    async def ask(http: Any) -> None:
+        for start in (None, -1, 0, 3, 9, 10):
+            for new in (0, 4):
+                await prompt(http, start, new, stream=False)
+        for new in (0, 4):
+            await prompt(http, 0, new, stream=True)
+        with pytest.raises(EngineError, match=r"HTTP 400: .*logprob_start_len"):
+            await prompt(http, 11, 4, stream=False)
+        before = (await http.ask("GET", "/model_info"))["weight_version"]
+        tiny.module.save_pretrained(tmp_path / "unnamed")
+        body = {"model_path": str(tmp_path / "unnamed")}
+        said = await http.ask("POST", "/update_weights_from_disk", body, limit=60)
+        assert said["success"], said
+        assert (await http.ask("GET", "/model_info"))["weight_version"] == before
+
+    return ask

@@ -75,6 +75,7 @@ class NativeServer:
         }
         self.weight_version = "default"
         self.tells_spans = True
+        self.incremental = False  # parts of streams hold only what is new
         self.old_names = False
         self.silent: set[str] = set()  # paths that never answer
         self.fault: tuple[int, str] | None = None  # status and text of /generate
@@ -189,8 +190,13 @@ class NativeServer:
             while job.finish is None:
                 await self._moved(job, whole=False)
                 if len(job.tokens) - said >= every or job.finish is not None:
+                    part = self._reply(job)
+                    if self.incremental:
+                        part["output_ids"] = part["output_ids"][said:]
+                        new = part["meta_info"]["output_token_logprobs"][said:]
+                        part["meta_info"]["output_token_logprobs"] = new
                     said = len(job.tokens)
-                    text = json.dumps(self._reply(job)).encode()
+                    text = json.dumps(part).encode()
                     await response.write(b"data: " + text + b"\n\n")
             await response.write(b"data: [DONE]\n\n")
             return response

@@ -93,6 +93,32 @@ def test_client_of_a_served_engine_gets_what_the_engine_says(
     asyncio.run(play())
 
 
+def test_served_engine_answers_prompt_logprobs_with_samples_and_updates_without_a_version(
+    served, checkpoints, ask_natively, request_for
+):
+    """As the real server does, which is asked the same in `test_sglang_real`."""
+
+    async def play():
+        async with served() as (client, _):
+            http = client._http
+            body = {"model_path": str(checkpoints[0])}
+            await http.ask("POST", "/update_weights_from_disk", body)
+            assert (await http.ask("GET", "/model_info"))["weight_version"] == "0"
+            await client.load_directory(7, checkpoints[0])
+            await ask_natively(http)
+            assert await client.version() == 7
+            longest = np.arange(96, dtype=np.int32)
+            assert len(await client.score(longest)) == 96  # there is no room to sample beside
+            full = replace(request_for(0), tokens=longest)
+            with pytest.raises(EngineError, match="at least 1 must be left"):
+                await client.generate(full)
+            body = {"model_path": str(checkpoints[0]), "weight_version": "later"}
+            with pytest.raises(EngineError, match="must be a number of steps"):
+                await http.ask("POST", "/update_weights_from_disk", body)
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
 def test_served_engine_is_updated_under_way_with_exact_spans(
     served, tiny, checkpoints, request_for, pause

@@ -108,14 +108,17 @@ def test_sglang_samples_what_the_server_says(play):
     play(check)
 
 
-def test_sglang_streams_the_same_completion(play):
+@pytest.mark.parametrize("incremental", [False, True])
+def test_sglang_streams_the_same_completion(play, incremental):
     async def check(client, server):
+        server.incremental = incremental
         whole = await client.generate(_request(30))
         parts = [part async for part in client.stream(_request(30))]
         assert len(parts) > 4
         assert np.concatenate(parts[:-1]).tolist() == parts[-1].tokens.tolist()
         assert parts[-1].tokens.tolist() == whole.tokens.tolist()
         assert parts[-1].logprobs.tolist() == whole.logprobs.tolist()
+        assert parts[-1].spans == whole.spans
 
     play(check, stream_interval=3)
 
@@ -275,7 +278,7 @@ def test_sglang_weights_that_others_change_leave_the_older_version(play):
     play(check)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", ["", "repeating", "incremental"])
 @pytest.mark.parametrize("tells_spans", [True, False])
 @pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
@@ -293,7 +296,7 @@ def test_sglang_spans_are_exact_across_an_update(
         return items[-1]
 
     async def check(client, server):
-        server.tells_spans = tells_spans
+        server.tells_spans, server.incremental = tells_spans, streamed == "incremental"
         await client.load_directory(1, checkpoint)
         await client.generate(_request(2))
         tasks = [asyncio.create_task(whole(client, _request(60, i))) for i in range(8)]

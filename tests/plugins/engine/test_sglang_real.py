@@ -27,13 +27,13 @@ FLAGS = {"max_total_tokens": 8192}
 def engine(tiny, tmp_path, sglang_python):
     """Makes an engine with a server of its own."""
 
-    def make(**settings):
+    def make(*, incremental=True, **settings):
         config = Sglang.Config(
             python=sglang_python,
             device="cpu",
             memory_fraction=0.1,
             max_running=32,
-            flags=FLAGS,
+            flags=FLAGS if incremental else {**FLAGS, "incremental_streaming_output": False},
             environment={"OMP_NUM_THREADS": "1"},
         )
         around = replace(tiny.context, model=tiny.model, settings=Settings(**settings))
@@ -49,7 +49,7 @@ def _near(tiny, request, made, start=0, stop=None):
     return np.abs(made.logprobs - said)[start:stop]
 
 
-async def _requests(tiny, engine, request_for):
+async def _requests(tiny, engine, request_for, ask_natively):
     await engine.load(0, tiny.weights())
     assert await engine.version() == 0
     asked = request_for(0, new=40)
@@ -61,6 +61,9 @@ async def _requests(tiny, engine, request_for):
     stops = (int(made.tokens[10]),)
     greedy = replace(asked, sampling=replace(asked.sampling, temperature=0.0))
     first = await engine.generate(greedy)
+    again = [part async for part in engine.stream(greedy)][-1]
+    assert (again.tokens.tolist(), again.spans) == (first.tokens.tolist(), first.spans)
+    assert np.abs(again.logprobs - first.logprobs).max() < CLOSE
     stops = (int(first.tokens[10]),)
     cut = await engine.generate(replace(greedy, sampling=replace(greedy.sampling, stop_ids=stops)))
     assert cut.finish == "stop"
@@ -76,7 +79,22 @@ async def _requests(tiny, engine, request_for):
         await engine.generate(request_for(3, size=300))
     sums = await engine.checksums()
     assert "model.layers.0.self_attn.qkv_proj.weight" in sums
+    await ask_natively(engine._http)
     await engine.flush()
+
+
+async def _ended_while_it_waits(tiny, engine, request_for):
+    """A stream whose request was put back to wait, and is aborted there: it has all its tokens."""
+    asked, begun = request_for(9, new=200), asyncio.Event()
+    task = asyncio.create_task(_streamed(engine, asked, begun))
+    await asyncio.wait_for(begun.wait(), 60)
+    await engine.pause("retract")
+    await asyncio.sleep(0.2)
+    assert await engine.abort([asked.key]) == 1
+    await engine.resume()
+    made = await task
+    assert made.finish == "abort" and 0 < len(made.tokens) < 200
+    assert _near(tiny, asked, made).max() < CLOSE
 
 
 async def _streamed(engine, one, begun):
@@ -118,12 +136,19 @@ async def _update(tiny, engine, request_for, pause):
     assert _near(tiny, request_for(50), late).max() < CLOSE
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-def test_real_server_samples_and_is_updated_with_exact_spans(engine, tiny, request_for, pause):
+@pytest.mark.parametrize(("pause", "incremental"), [("retract", True), ("in_place", False)])
+def test_real_server_samples_and_is_updated_with_exact_spans(
+    engine, tiny, request_for, ask_natively, pause, incremental
+):
+    """By streams that say each token once, as of our own servers, and that repeat, as of others."""
+
     async def play():
-        made = engine(pause=pause, max_lag=1)
+        made = engine(incremental=incremental, pause=pause, max_lag=1)
         try:
-            await _requests(tiny, made, request_for)
+            await _requests(tiny, made, request_for, ask_natively)
+            info = await made._http.ask("GET", "/server_info")
+            assert info["incremental_streaming_output"] is incremental
+            await _ended_while_it_waits(tiny, made, request_for)
             await _update(tiny, made, request_for, pause)
             os.killpg(made._server.pid, signal.SIGKILL)
             with pytest.raises(EngineError, match=r"/generate: |the server ended"):

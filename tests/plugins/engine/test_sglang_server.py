@@ -309,7 +309,7 @@ def test_flags_follow_the_config():
         "--enable-deterministic-inference", "--enable-return-routed-experts", "--random-seed 5",
         "--enable-memory-saver", "--disable-overlap-schedule", "--mem-fraction-static 0.7",
         "--attention-backend triton", "--disable-cuda-graph", "--lora-paths a b",
-        "--load-format dummy", "--host 127.0.0.1",
+        "--load-format dummy", "--host 127.0.0.1", "--incremental-streaming-output",
     ):  # fmt: skip
         assert flag in said, flag
     assert "attention_backend" not in said
@@ -319,6 +319,8 @@ def test_flags_follow_the_config():
     plain = " ".join(_flags(Sglang.Config(dp=2)))
     assert "--dp-size 2" in plain
     assert "dp-attention" not in plain
+    repeating = Sglang.Config(flags={"incremental_streaming_output": False})
+    assert "--incremental-streaming-output" not in _flags(repeating)
     spec = Sglang.Config(speculative={"algorithm": "EAGLE", "num_steps": 3})
     assert "--speculative-algorithm EAGLE --speculative-num-steps 3" in " ".join(_flags(spec))
 
@@ -359,7 +361,7 @@ def test_flag_that_is_no_plain_value_is_refused(python, around):
 
 
 def _planned(**settings):
-    model = SimpleNamespace(hf_config=lambda: BIG)
+    model = SimpleNamespace(hf_config=lambda: BIG, directory=lambda: None)
     precision = SimpleNamespace(engine="bfloat16", logits="bfloat16")
     return SimpleNamespace(
         settings=Settings(**settings),
@@ -394,6 +396,46 @@ def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypa
     assert "3 servers of 2 GPUs from GPU 1 on need 7 GPUs, and there are 4" in text
     monkeypatch.setattr(checks, "memory_here", lambda: 16 << 30)
     assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
+
+
+_HEADS = {
+    "own": "self.lm_head = ParallelLMHead(1)",
+    "ties": "self.lm_head = ParallelLMHead(1)\n        if config.tie_word_embeddings: pass",
+    "inherits": "pass",
+}
+
+
+@pytest.mark.parametrize("head", _HEADS)
+def test_tied_checkpoint_is_refused_by_name_where_sglang_has_a_head_of_its_own(
+    tmp_path, monkeypatch, head
+):
+    """The proof of its first publish would find that head wrong, after the servers have started."""
+    about = tmp_path / "site" / "sglang-0.5.23.dist-info"
+    models = tmp_path / "site" / "sglang" / "srt" / "models"
+    for folder in (about, models):
+        folder.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    (models.parents[1] / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (models / "some.py").write_text(
+        f"class Some(Module):\n    def __init__(self, config):\n        {_HEADS[head]}\n\n\n"
+        "class Another(Module):\n    def __init__(self):\n        self.lm_head = None\n"
+    )
+    monkeypatch.setattr(checks, "memory_here", lambda: 0)
+    around = {"PYTHONPATH": str(tmp_path / "site")}
+    config = Sglang.Config(python=sys.executable, environment=around, device="cpu")
+
+    def said(**more):
+        planned = _planned()
+        planned.built["model"] = SimpleNamespace(hf_config=lambda: {**BIG, **more})
+        return checks.check(Sglang, config, planned)
+
+    assert said(architectures=["Some"]) == said(architectures=["Another"]) == []
+    assert said(architectures=["Another"], tie_word_embeddings=True) == []
+    found = said(architectures=["Some"], tie_word_embeddings=True)
+    assert len(found) == (head == "own")
+    for fault in found:
+        assert fault.startswith(f"Some of SGLang ({models}/some.py) has an output head of its own")
+        assert "give a checkpoint whose config.json says tie_word_embeddings: false" in fault
 
 
 def test_zero_is_the_value_of_a_flag():
@@ -458,6 +500,47 @@ def test_check_warns_of_a_speculative_algorithm_that_nobody_has(python):
     assert "engine.speculative.algorithm: EGALE is not known; SGLang has " in said
     known = _config(python, speculative={"algorithm": "eagle"})
     assert checks.warnings(Sglang, known, _planned()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "drafts"),
+    [
+        ({}, [], False),
+        ({"num_nextn_predict_layers": 0}, ["model.layers.79.mlp.up_proj.weight"], False),
+        ({"mtp_loss_scaling_factor": 0.1, "mtp_only": True}, [], False),
+        ({"num_nextn_predict_layers": 1}, [], True),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, [], True),
+        ({}, ["mtp.fc.weight"], True),
+        ({}, ["model.layers.80.eh_proj.weight"], True),
+    ],
+)
+@pytest.mark.parametrize("index", [True, False])
+def test_check_refuses_drafts_inside_a_checkpoint_that_has_none(
+    tmp_path, python, config, names, drafts, index
+):
+    if index:
+        found = {"weight_map": dict.fromkeys(names, "a.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(found))
+    else:
+        head = json.dumps({name: {} for name in names}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    planned = _planned()
+    model = SimpleNamespace(hf_config=lambda: {**BIG, **config}, directory=lambda: tmp_path)
+    planned.built = {"model": model}
+
+    def said(**speculative):
+        return checks.check(Sglang, _config(python, speculative=speculative), planned)
+
+    for algorithm in ("NEXTN", "eagle"):
+        faults = said(algorithm=algorithm)
+        assert bool(faults) != drafts
+        for fault in faults:
+            assert fault.startswith(
+                f"speculative.algorithm is {algorithm.upper()}, and {tmp_path}/config.json "
+                "declares no draft layers (num_nextn_predict_layers, or another key with nextn"
+            )
+            assert "algorithm=NGRAM, which drafts from the text" in fault
+    assert said(algorithm="NGRAM") == said() == []
 
 
 def test_check_warns_of_ranks_that_draw_alike(python):

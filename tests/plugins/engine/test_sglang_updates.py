@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from miles import Context, EngineError, Request, Sampling, WeightSyncError
+from miles import Context, EngineError, Request, Sampling, WeightsDiffer, WeightSyncError
+from miles.testing import FakeHandle
 from miles_plugins.engine.sglang import Sglang, facts, publishing
+from miles_plugins.transport.calling import everywhere
 from miles_plugins.transport.serving import Serving
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -104,6 +108,37 @@ def test_scramble_that_broke_and_is_not_read_over_makes_the_engine_unusable(play
             await client.load_directory(1, checkpoint)
         with pytest.raises(EngineError, match="cannot be used"):
             await client.generate(_request())
+
+    play(check)
+
+
+def test_proof_that_fails_twice_says_the_same_words_to_the_driver(play, checkpoint):
+    """By which it knows that another restart would not help."""
+
+    async def check(client, server):
+        server.untouched, faults = {"t0"}, []
+        for _ in range(2):
+            client._watch.broken = ""  # as a server that was started again
+            half = SimpleNamespace(load=partial(client.load_directory, 1, checkpoint))
+            engine = FakeHandle("engine", {"receiver": half})
+            with pytest.raises(WeightsDiffer) as found:
+                await everywhere([engine], "disk", "receiver.load")
+            faults.append(str(found.value))
+        assert faults[0] == faults[1] and faults[0].endswith(": t0")
+
+    play(check)
+
+
+def test_head_that_a_tied_checkpoint_does_not_bring_is_named(play, checkpoint):
+    async def check(client, server):
+        server.tensors = {"lm_head.weight": "made up", "t0": "made up"}
+        server.untouched = {"lm_head.weight"}
+        for tied, told in ((False, 0), (True, 1)):
+            client._watch.broken = ""
+            (checkpoint / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+            with pytest.raises(WeightsDiffer, match=r"1 of 2 tensors .*: lm_head\.weight") as found:
+                await client.load_directory(1, checkpoint)
+            assert found.value.detail.count("the server has an output head of its own") == told
 
     play(check)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles import Context, EngineError, Receipt, WeightSyncError, WorkerError
+from miles import Context, EngineError, Receipt, WeightsDiffer, WeightSyncError, WorkerError
 from miles.buffer import Buffer
 from miles.evaluation.eval_fleet import EvalFleet
 from miles.placement import Colocated, Split
@@ -162,6 +162,37 @@ def test_weights_that_a_living_engine_refuses_are_an_error(tmp_path: Path) -> No
         with pytest.raises(WeightSyncError, match="engine-0: another digest"):
             await at.weights.publish()
         assert not at.runtime.ended
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "started"), [("ab", "a, b, a"), ("a", "a, a"), ("sync", "sync, sync, sync, sync")]
+)
+def test_weights_that_differ_alike_after_a_restart_do_not_use_up_all_restarts(
+    tmp_path: Path, said: str, started: str
+) -> None:
+    """Two proofs that name the same tensors one after the other end it; others are tried again."""
+
+    async def main() -> None:
+        at = await made(tmp_path, count=1, restarts=3 if said != "ab" else 2)
+        faults: list[str] = []
+
+        async def differs(version: int, *, trainer: Any, engines: Any) -> Receipt:
+            engines[0].dead = True  # as one that cannot be used any more, for `revive`
+            faults.append("sync" if said == "sync" else said[len(faults) % len(said)])
+            kind = WeightSyncError if said == "sync" else WeightsDiffer
+            raise kind(f"1 of 3 tensors do not come from the files: {faults[-1]}")
+
+        at.transport.publish = differs
+        with pytest.raises((WeightSyncError, WorkerError)) as found:
+            await at.weights.publish()
+        assert ", ".join(faults) == started
+        if said == "a":
+            assert isinstance(found.value, WeightsDiffer) and at.engines.restarts == 1
+            assert "an engine started anew differed in the same way" in found.value.detail
+        else:
+            assert "they are used up" in found.value.detail
 
     asyncio.run(main())
 
