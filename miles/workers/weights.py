@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from miles.batch import Receipt
-from miles.errors import WeightsDiffer, WeightSyncError, WorkerError
+from miles.errors import WeightSyncError, WorkerError
 from miles.placement import Placement
 from miles.protocols import Handle
 from miles.wire.remote import RemoteTrainer
@@ -56,9 +56,9 @@ class Weights:
     async def publish(self) -> Receipt:
         """To every engine; those that die on the way are started again, and it begins anew.
 
-        Raises `WeightSyncError` when an engine that lives did not get them, `WeightsDiffer` when
-        one has others and had the same ones after it was started again, and `WorkerError` when the
-        trainer is gone or an engine could not be started again.
+        Raises `WeightSyncError` when an engine that lives did not get them, or when it failed in
+        the same way with engines started anew, and `WorkerError` when the trainer is gone or an
+        engine could not be started again.
         """
         async with self._turn:
             return await self._publish()
@@ -110,21 +110,20 @@ class Weights:
                 await self.recover()
 
     async def _publish(self) -> Receipt:
-        before = ""  # how contents differed at the last attempt
+        before = ""  # how it failed at the last attempt
         while True:
             try:
                 receipt = await self._send()
             except (WorkerError, WeightSyncError) as error:
-                if isinstance(error, WeightsDiffer):
-                    if str(error) == before:
-                        error.add_note(
-                            "an engine started anew differed in the same way, so none is started "
-                            "again: what it makes of these weights is not what was sent"
-                        )
-                        raise
-                    before = str(error)
-                stuck = self._sending is not None and not self._sending.done()
-                if stuck or not await self._engines.revive():
+                how = _without_names(str(error)) if isinstance(error, WeightSyncError) else ""
+                if how and how == before:
+                    error.add_note(
+                        "with an engine started anew it failed in the same way, so none is started "
+                        "again"
+                    )
+                    raise
+                before = how
+                if not await self._revived(error):
                     raise
                 await self._pool.rewire(self._engines.doors)
                 continue
@@ -132,6 +131,19 @@ class Weights:
             if receipt.digest:
                 self._tell(receipt)
             return receipt
+
+    async def _revived(self, error: Exception) -> bool:
+        """Whether engines were started again, after which publishing begins anew."""
+        if self._sending is not None and not self._sending.done():
+            return False  # it did not stop, and would write between another's tensors
+        try:
+            revived = await self._engines.revive()
+        except WorkerError as gone:
+            gone.add_note(f"publishing had failed: {error}")
+            raise
+        if revived:
+            _log.warning("publishing begins anew, since it failed: %s", error)
+        return revived
 
     async def _send(self) -> Receipt:
         version, trainer, engines = self._trainer.version, self._trainer.handle, self._engines
@@ -159,6 +171,12 @@ class Weights:
             late.add_note(f"it did not stop in {_CLEAN_UP_S:g} s either")
             raise late
         raise late from (None if sending.cancelled() else sending.exception())
+
+
+def _without_names(text: str) -> str:
+    """What is said of a fault, less ports, process numbers and random names, which are others after
+    a restart."""
+    return re.sub(r"\b[0-9a-f]{4,}\b", "#", text)
 
 
 def _heard(task: asyncio.Task[Any]) -> None:
