@@ -93,8 +93,8 @@ def main(
     resumed.load(Path(directory) / f"saved_{world}")
     resumed.sleep()
     resumed.wake()
-    again = resumed.step(batch(samples))
     assert resumed._worker.meter.returned.bytes > 0
+    again = resumed.step(batch(samples))
     assert measured(again) == measured(updates[-1]), (again, updates[-1])
     assert (resumed.logprobs(flatten(samples), "reference") == first).all()
     weights = {name: tensor.float().cpu().clone() for name, tensor in resumed.export()}
