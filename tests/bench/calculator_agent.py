@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="miles-bench-") as folder:
         where = args.dir or Path(folder)
         where.mkdir(parents=True, exist_ok=True)
-        command = [str(Path(sys.executable).parent / "miles"), "run"]
+        command = [sys.executable, "-m", "miles", "run"]
         command += ["experiment=calculator_agent"]
         command += ["environment=harness"] if args.harness else []
         begin = time.monotonic()

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = args.dir or Path(folder)
         where.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
-        command = [str(Path(sys.executable).parent / "miles"), "run", *args.overrides]
+        command = [sys.executable, "-m", "miles", "run", *args.overrides]
         done = subprocess.run(command, cwd=where, stdout=sys.stderr, check=False)
         wall = time.monotonic() - begin
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

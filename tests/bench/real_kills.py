@@ -99,7 +99,7 @@ class Life:
             shutil.rmtree(self.directory)
             self.resumed.clear()
             seen.again += 1
-        command = [str(Path(sys.executable).parent / "miles"), "run", *words]
+        command = [sys.executable, "-m", "miles", "run", *words]
         self.stepped = len(self.taken())
         self.workers = {}
         self.process = subprocess.Popen(
