@@ -153,6 +153,15 @@ class Registry:
             )
         return built
 
+    def variables(self, spec: Spec) -> dict[str, str]:
+        """Environment variables that a process has to have before this part is built in it, for
+        what a library can be told in no other way. Raises as `build`."""
+        component = self.component(spec.kind, spec.name)
+        if (told := getattr(component, "variables", None)) is None:
+            return {}
+        owner = f"{spec.kind} {spec.name!r}"
+        return dict(told(schema.build(component.Config, spec.config, owner=owner)))
+
     def environments(self, evaluator: Spec | None) -> dict[str, Spec]:
         """By set, the environments other than the run's that an evaluator's sets name; a worker
         holds each as `environment:<set>`. Raises as `component` does, and `ConfigError`."""

@@ -192,6 +192,8 @@ class Worker:
             agents=self._registry.agents(),
             **{k: context[k] for k in ("seed", "settings", "rank", "world", "master")},
         )
+        for spec in parts:  # before any part is built: libraries read them once
+            os.environ.update(self._registry.variables(spec))
         for spec in parts:
             part = self._registry.build(spec, around)
             self.parts[spec.part or spec.kind] = part

@@ -7,6 +7,7 @@ that an SGLang server finds it under the same keys.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -243,7 +244,17 @@ class BroadcastReceiver(Receiving):
         body = {"names": [e["name"] for e in entries], "dtypes": [e["dtype"] for e in entries]}
         body |= {"shapes": [e["shape"] for e in entries], "group_name": self._name}
         body |= {"load_format": "flattened_bucket", "flush_cache": False}
-        await native.post("/update_weights_from_distributed", body)
+        try:
+            await native.post("/update_weights_from_distributed", body)
+        except WeightSyncError as error:
+            if "NCCL error" in str(error):
+                own = os.environ.get("NCCL_CUMEM_ENABLE", "unset")
+                error.add_note(
+                    f"NCCL_CUMEM_ENABLE is {own} for the trainer (transport.cumem) and has to be "
+                    "the same for the server, where SGLang sets 0 unless it finds it set; "
+                    "NCCL_DEBUG=INFO tells more in both logs"
+                )
+            raise
 
     async def give_up(self) -> None:
         """Leave the group as well."""

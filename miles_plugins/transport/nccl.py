@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere, same
 
 __all__ = ["Nccl"]
+
+CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 class Nccl(Bucketed):
@@ -42,6 +44,10 @@ class Nccl(Bucketed):
         """Address of the trainer's rank 0, at which engines meet it."""
         bucket_bytes: int = 256 * 2**20
         """Bytes per bucket, of which there are two; a larger tensor gets one of its own size."""
+        cumem: bool = False
+        """Whether NCCL takes memory by CUDA's virtual memory functions (`NCCL_CUMEM_ENABLE`, set in
+        trainer workers, engine workers and the run's own servers). Both ends of a broadcast have to
+        do the same, and SGLang does without unless it is told otherwise."""
         timeout_s: float = 120.0
         """Seconds that meeting, and one bucket, may take."""
         verify_every: int = 20
@@ -81,7 +87,8 @@ class Nccl(Bucketed):
                 )
         runtime = planned.specs.get("runtime")
         if engine.get("url") or (runtime is not None and runtime.name != "local"):
-            return faults  # GPUs of other machines: a runtime counts them all
+            return faults + _cumem_faults(config, engine)  # a runtime counts GPUs, of all machines
+        faults += _cumem_faults(config, engine)
         ranks = int(trainer.get("workers", 1))
         wanted = ranks + int(engine.get("workers", 1)) * int(engine.get("tp", 1))
         present = len(gpus_here())
@@ -103,6 +110,11 @@ class Nccl(Bucketed):
                 f"{ranks - 1}; NCCL refuses two ranks on one GPU: use engine.first_gpu={ranks}"
             )
         return faults
+
+    @classmethod
+    def variables(cls, config: Config) -> dict[str, str]:
+        """NCCL is told of its memory in no other way."""
+        return {CUMEM: str(int(config.cumem))} if config.backend == "nccl" else {}
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""
@@ -147,3 +159,18 @@ class Nccl(Bucketed):
         """Leave the group as well: a broadcast that was cut short leaves it unusable."""
         self._group = ()
         await super().give_up(trainer, engines)
+
+
+def _cumem_faults(config: Nccl.Config, engine: Mapping[str, Any]) -> list[str]:
+    """Servers that are told of NCCL's memory what the trainer is not."""
+    own = str(int(config.cumem))
+    given = dict(engine.get("environment") or {}).get(CUMEM, own)
+    forced = dict(engine.get("flags") or {}).get("enable_symm_mem") and not config.cumem
+    if given == own and not forced:
+        return []
+    said = f"engine.environment has {CUMEM}={given}" if given != own else "enable_symm_mem sets it"
+    is_, instead = (str(value).lower() for value in (config.cumem, not config.cumem))
+    return [
+        f"cumem is {is_}, and {said}; both ends of a broadcast have to do the same: use "
+        f"transport.cumem={instead}"
+    ]

@@ -38,8 +38,13 @@ class Odd:
         size: int = 3
         """How long an array."""
 
+    @classmethod
+    def variables(cls, config):
+        return {"ODD_SIZE": str(config.size)}
+
     def __init__(self, config, context):
         self.config, self.context = config, context
+        self.size_said = os.environ["ODD_SIZE"]
         self.itself = self
         living.add(self)
         self.master = self.compute = self.engine = self.export = "float32"
@@ -56,6 +61,7 @@ class Odd:
 
     def fingerprint(self): return "odd"
     def living(self): return len(living)
+    def said(self): return self.size_said
     def array(self, x): return np.full(self.config.size, x, np.int32)
     def master_of(self): return self.context.master
     def where(self): return [os.getpid(), self.context.rank, self.context.world]
@@ -96,6 +102,7 @@ def run(tmp_path: Path, body: Any, *, silent_after_s: float = 60.0, **config: An
 def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
     async def body(handle: Any, runtime: Any, context: Context) -> None:
         assert (await handle.call("precision.array", 7)).tolist() == [7] * 5
+        assert await handle.call("precision.said") == "5"
         slow = asyncio.create_task(handle.call("precision.sleep", 0.5))
         await asyncio.sleep(0)
         ((owed, seconds),) = handle.owed()
@@ -118,6 +125,7 @@ def test_worker_answers_and_errors_come_back(tmp_path: Path) -> None:
         parts = [Spec(kind="precision", name="odd", config={"size": 2})]
         await runtime.rebuild(handle, parts, context)
         assert len(await handle.call("precision.array", np.int32(1))) == 2
+        assert await handle.call("precision.said") == "2"  # a variable, there when it was built
         assert await handle.call("precision.living") == 1  # or a stage would hold its last one's
 
     run(tmp_path, body)

@@ -416,6 +416,39 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
     assert Nccl.check(Nccl.Config(backend="gloo"), _planned("colocated")) == []
 
 
+@pytest.mark.parametrize(
+    ("cumem", "engine", "said"),
+    [
+        (False, {}, ""),
+        (True, {"environment": {"NCCL_CUMEM_ENABLE": "1"}}, ""),
+        (True, {"flags": {"enable_symm_mem": True}}, ""),
+        (False, {"environment": {"NCCL_CUMEM_ENABLE": "1"}}, "engine.environment has"),
+        (False, {"flags": {"enable_symm_mem": True}}, "enable_symm_mem sets it"),
+    ],
+)
+def test_servers_that_take_nccls_memory_otherwise_than_the_trainer_are_refused(cumem, engine, said):
+    """A server's NCCL said "invalid argument" in the first broadcast."""
+    engine = {"url": "http://127.0.0.1:1", **engine}
+    faults = Nccl.check(Nccl.Config(cumem=cumem), _planned(engine=engine))
+    assert len(faults) == bool(said)
+    if faults:
+        assert said in faults[0] and "use transport.cumem=true" in faults[0]
+    assert Nccl.variables(Nccl.Config(cumem=cumem)) == {"NCCL_CUMEM_ENABLE": "01"[cumem]}
+    assert Nccl.variables(Nccl.Config(backend="gloo")) == {}
+
+
+def test_broadcast_that_fails_in_a_servers_nccl_names_what_both_ends_need(monkeypatch):
+    class Server:
+        async def post(self, path, body):
+            raise WeightSyncError("HTTP 400: NCCL error in: NCCLUtils.cpp: 'invalid argument'")
+
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    receiver = BroadcastReceiver(None, backend="nccl", timeout_s=1.0)
+    with pytest.raises(WeightSyncError) as found:
+        asyncio.run(receiver.hand_on(Server(), {"tensors": []}))
+    assert "NCCL_CUMEM_ENABLE is 1 for the trainer (transport.cumem)" in found.value.detail
+
+
 def test_rdma_and_differences_are_refused_without_what_they_need(monkeypatch, tmp_path):
     monkeypatch.setattr("miles_plugins.transport.rdma._DEVICES", tmp_path / "infiniband")
     (fault,) = Rdma.check(Rdma.Config(), _planned())
