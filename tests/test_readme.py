@@ -70,6 +70,7 @@ def test_readme_sets_up_with_two_commands_that_ci_uses() -> None:
     assert "pytest -m slow" in lines
 
 
+@pytest.mark.slow
 def test_readme_plugin_takes_about_ten_lines_and_keeps_its_contract(
     plugin: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,13 +47,8 @@ def _crashed_copy(run, folder, step):
     return type(run)(copy, run.ended)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(2, id="in-sft", marks=pytest.mark.slow),
-        pytest.param(4, id="in-grpo"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 4], ids=["in-sft", "in-grpo"])
 def test_resume_after_a_crash_gives_the_same_losses_and_weights(tiny, command, tmp_path, step):
     copy = _crashed_copy(tiny, tmp_path, step)
     before = copy.steps

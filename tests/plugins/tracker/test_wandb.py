@@ -64,6 +64,7 @@ def history(directory: Path) -> list[dict[str, Any]]:
     raise AssertionError(f"{path} never got its exit record")
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline_and_never_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
