@@ -18,14 +18,23 @@ async def all_or_none(
     starts: Iterable[Coroutine[Any, Any, T]], end: Callable[[T], Awaitable[None]]
 ) -> list[T]:
     """What they return, in order. When one raises, or this is cancelled, those that have not ended
-    are cancelled, and `end` is called with what the others returned."""
+    are cancelled, and `end` is called with what the others returned, whoever gives up meanwhile."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if not isinstance(outcome, BaseException):
-                await end(outcome)
+        ending = asyncio.create_task(_none(tasks, end), name="end workers half started")
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait({ending})
+            raise
         raise
+
+
+async def _none(tasks: Iterable[asyncio.Task[T]], end: Callable[[T], Awaitable[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(outcome, BaseException):
+            await end(outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miles import WorkerError
@@ -12,6 +12,9 @@ from miles.workers.starting import all_or_none
 
 
 @settings(max_examples=40, deadline=None)
+@example([(0, False), (0, True)], 1)  # given up while those that started are ended
+@example([(0, False), (0, True)], 2)
+@example([(0, False), (0, True)], 3)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6),
     st.none() | st.integers(0, 3),
