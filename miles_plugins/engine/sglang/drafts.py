@@ -66,6 +66,8 @@ def _names(folder: Path) -> Iterator[str]:
             return
         for path in folder.glob("*.safetensors"):
             with path.open("rb") as file:  # eight bytes say how long the JSON of names is
-                yield from json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+                length = int.from_bytes(file.read(8), "little")
+                # of another kind of file, such as a pointer of Git LFS, they say anything
+                yield from json.loads(file.read(min(length, path.stat().st_size)))
+    except (OSError, ValueError, KeyError, TypeError):
         return  # what is wrong with it is the model's to say

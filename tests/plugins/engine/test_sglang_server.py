@@ -543,6 +543,16 @@ def test_check_refuses_drafts_inside_a_checkpoint_that_has_none(
     assert said(algorithm="NGRAM") == said() == []
 
 
+def test_check_of_drafts_survives_weights_that_are_pointers_of_git_lfs(tmp_path, python):
+    """It ended with a MemoryError: their first bytes say a length without sense."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    planned = _planned()
+    planned.built = {"model": SimpleNamespace(hf_config=lambda: BIG, directory=lambda: tmp_path)}
+    (fault,) = checks.check(Sglang, _config(python, speculative={"algorithm": "NEXTN"}), planned)
+    assert "declares no draft layers" in fault
+
+
 def test_check_warns_of_ranks_that_draw_alike(python):
     def said(**keys):
         return "\n".join(checks.warnings(Sglang, _config(python, **keys), _planned()))
