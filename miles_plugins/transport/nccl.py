@@ -85,10 +85,10 @@ class Nccl(Bucketed):
                 faults.append(
                     f"{kind}.device is cpu, and NCCL moves between GPUs; use transport.backend=gloo"
                 )
+        faults += _cumem_faults(config, engine)
         runtime = planned.specs.get("runtime")
         if engine.get("url") or (runtime is not None and runtime.name != "local"):
-            return faults + _cumem_faults(config, engine)  # a runtime counts GPUs, of all machines
-        faults += _cumem_faults(config, engine)
+            return faults  # GPUs of other machines: a runtime counts them all
         ranks = int(trainer.get("workers", 1))
         wanted = ranks + int(engine.get("workers", 1)) * int(engine.get("tp", 1))
         present = len(gpus_here())
@@ -165,7 +165,8 @@ def _cumem_faults(config: Nccl.Config, engine: Mapping[str, Any]) -> list[str]:
     """Servers that are told of NCCL's memory what the trainer is not."""
     own = str(int(config.cumem))
     given = dict(engine.get("environment") or {}).get(CUMEM, own)
-    forced = dict(engine.get("flags") or {}).get("enable_symm_mem") and not config.cumem
+    flags = {name.replace("-", "_"): value for name, value in (engine.get("flags") or {}).items()}
+    forced = flags.get("enable_symm_mem") and not config.cumem
     if given == own and not forced:
         return []
     said = f"engine.environment has {CUMEM}={given}" if given != own else "enable_symm_mem sets it"

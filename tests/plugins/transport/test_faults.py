@@ -424,6 +424,7 @@ def test_nccl_is_refused_on_one_gpu_and_on_cpus(monkeypatch):
         (True, {"flags": {"enable_symm_mem": True}}, ""),
         (False, {"environment": {"NCCL_CUMEM_ENABLE": "1"}}, "engine.environment has"),
         (False, {"flags": {"enable_symm_mem": True}}, "enable_symm_mem sets it"),
+        (False, {"flags": {"enable-symm-mem": True}}, "enable_symm_mem sets it"),
     ],
 )
 def test_servers_that_take_nccls_memory_otherwise_than_the_trainer_are_refused(cumem, engine, said):
