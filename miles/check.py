@@ -124,8 +124,11 @@ def _stage(
         for look in (_tasks, _vocabulary, _apart, conformance.carried, conformance.trained):
             faults += _told(partial(look, planned, registry))
         faults += _told(partial(through_faults, planned))
-        wrong, doubtful = same_gpus(planned, registry)
-        faults, warnings = faults + wrong, warnings + doubtful
+        try:
+            wrong, doubtful = same_gpus(planned, registry)
+            faults, warnings = faults + wrong, warnings + doubtful
+        except MilesError as error:
+            faults.append(error.detail)
     faults += _told(partial(registry.hook.check, stage.resolved))
     return faults, warnings
 

@@ -119,6 +119,22 @@ def test_ray_is_estimated_by_the_gpus_of_this_machine(said):
     assert "trainer ranks release nothing" in fault
 
 
+def test_engine_that_cannot_say_what_it_claims_is_one_fault_of_many(said, tmp_path):
+    """Its error ended `miles check`, and nothing else was told."""
+    (file := tmp_path / "mine.py").write_text(
+        "from miles import ConfigError\n"
+        "from miles_plugins.engine.torch import Torch\n\n\n"
+        "class Mine(Torch):\n"
+        "    @classmethod\n"
+        "    def claims(cls, config, planned):\n"
+        "        raise ConfigError('nobody knows which GPU')\n\n\n"
+        "miles_components = {'engine': {'mine': Mine}}\n"
+    )
+    faults, _ = said(f"plugins=[{file}]", "engine=mine", "trainer.workers=2", gpus=1)
+    assert "nobody knows which GPU" in faults
+    assert any("more than the 1 GPUs here" in fault for fault in faults)
+
+
 def test_ray_without_a_gpu_to_go_by_says_that_nothing_was_estimated():
     from miles_plugins.runtime.ray import Ray
 
