@@ -268,7 +268,8 @@ class Stage:
         """Account for the step on disk, then tell everyone."""
         self.shared.version = update.version
         self._write_ledger(step)
-        metrics, self.row = self._row(self.measure, step, groups, batch, update), None
+        metrics = self._row(self.measure, step=step, groups=groups, batch=batch, update=update)
+        self.row = None
         self.shared.tracking.moment("step_finished", metrics)
         for text in [*update.warnings, *self.measure.no_signal(groups)]:
             self.shared.tracking.moment("warned", {"text": text})
@@ -276,17 +277,18 @@ class Stage:
             self.shared.keep_text(step, self.name, groups[0], self.tito)
         self.hook.step_finished(step=step, groups=groups, update=update, metrics=metrics)
 
-    def _row(self, measure: Measure, step: int, *of: Any) -> dict[str, Any]:
-        groups, batch, update = of
-        metrics = measure.step(
-            step=step,
-            stage=self.name,
-            groups=groups,
-            batch=batch,
-            update=update,
-            buffer=self.buffer,
-        )
+    def _row(self, measure: Measure, *, step: int, **of: Any) -> dict[str, Any]:
+        """`of` are the step's groups, batch and update."""
+        metrics = measure.step(step=step, stage=self.name, buffer=self.buffer, **of)
         return {**metrics, "stage_step": step - self.first}
+
+    def _row_so_far(self) -> dict[str, Any] | None:
+        """Of a step that is not finished; accounts that do not add up cost no checkpoint."""
+        try:
+            return None if self.row is None else self.measure.so_far(self.row)
+        except RunError as error:
+            log.warning("the checkpoint has no metrics of its step: %s", error)
+            return None
 
     def _write_ledger(self, step: int) -> None:
         if ended := self.buffer.ended:
@@ -305,9 +307,11 @@ class Stage:
         engines = self.engines if self.samples else None
         await tell(self.buffer, engines, first_s=self.settings.starved_after_s / 8, say=say)
 
-    async def checkpoint(self, step: int, *of: Any) -> None:
+    async def checkpoint(
+        self, step: int, groups: Sequence[Group], batch: Batch, update: Update
+    ) -> None:
         """When due. The stage's last step is written by `finish`, after its evaluation."""
-        self.row = lambda measure: self._row(measure, step, *of)
+        self.row = partial(self._row, step=step, groups=groups, batch=batch, update=update)
         every = self.settings.checkpoint_every
         if every and (step - self.first) % every == 0 and step != self.last:
             self.shared.version = step
@@ -328,7 +332,7 @@ class Stage:
             await self.trainer.save(directory)
             self._describe(directory)
             (directory / "selector.json").write_text(json.dumps(self.selector.state_dict()))
-            return {**self.standing(), "row": self.row and self.measure.so_far(self.row)}
+            return {**self.standing(), "row": self._row_so_far()}
 
         path = await checkpoint.write(folder, version, fill)
         checkpoint.prune(folder, self.settings.keep_checkpoints)

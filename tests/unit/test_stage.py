@@ -25,6 +25,8 @@ from miles import (
     Span,
     Task,
     Trajectory,
+    Update,
+    checkpoint,
     flatten,
 )
 from miles.buffer import Buffer, Lease
@@ -237,6 +239,29 @@ def test_stage_checkpoint_counts_no_group_that_a_resumed_run_plays_again(tmp_pat
     stage._write_ledger(1)
     assert stage.standing()["lengths"] == {"trained": [3, 1], "returned": [3, 1]}
     assert [line["step"] for line in written] == [1]
+
+
+def test_stage_saves_good_weights_whose_accounts_do_not_add_up(tmp_path: Path) -> None:
+    """The run ends by that, and its last checkpoint was lost as well."""
+    stage = made(tmp_path)
+    group = one_group()
+    batch = Batch(tokens=flatten(list(group.samples)), terms=())
+
+    async def save(directory: Path) -> None:
+        (directory / "weights").write_text("good")
+
+    stage.trainer.save = save  # type: ignore[method-assign, assignment]
+    stage._describe = lambda directory: None  # type: ignore[method-assign]
+    stage.selector = SimpleNamespace(state_dict=dict)
+    stage.shared.ledger = SimpleNamespace(offset=0)  # type: ignore[assignment]
+    stage.hook = SimpleNamespace(checkpoint_saved=lambda step, directory: None)
+    asyncio.run(stage.checkpoint(1, [group], batch, Update(version=1)))
+    stage.buffer.accounts.trained += 1
+    with pytest.raises(RunError, match="do not add up"):
+        stage.finish_step(1, [group], batch, Update(version=1))
+    path = asyncio.run(stage.save())
+    assert checkpoint.read_state(path)["row"] is None
+    assert (path / "weights").read_text() == "good"
 
 
 def test_stage_goes_on_with_tasks_that_hold_images(tmp_path: Path) -> None:
