@@ -6,12 +6,14 @@ What a worker is, and how one is ended, whoever asks says.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 __all__ = ["all_or_none"]
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 async def all_or_none(
@@ -35,6 +37,8 @@ async def all_or_none(
 async def _none(tasks: Iterable[asyncio.Task[T]], end: Callable[[T], Awaitable[None]]) -> None:
     for task in tasks:
         task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        if not isinstance(outcome, BaseException):
-            await end(outcome)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    made = [one for one in outcomes if not isinstance(one, BaseException)]
+    for ended in await asyncio.gather(*(end(one) for one in made), return_exceptions=True):
+        if isinstance(ended, BaseException):  # why they are ended is what has to be heard
+            _log.warning("a worker half started was not ended: %s", ended)

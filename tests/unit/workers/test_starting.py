@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from miles import WorkerError
 from miles.workers.starting import all_or_none
+
+
+def test_worker_that_cannot_be_ended_leaves_no_other_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its error took the place of the first one, and those after it went on."""
+    ended: list[int] = []
+
+    async def start(number: int) -> int:
+        if number == 2:
+            await asyncio.sleep(0)
+            raise WorkerError("worker 2")
+        return number
+
+    async def end(number: int) -> None:
+        if number == 0:
+            raise WorkerError("worker 0 does not end")
+        ended.append(number)
+
+    with pytest.raises(WorkerError, match="worker 2"):
+        asyncio.run(all_or_none([start(n) for n in range(3)], end))
+    assert ended == [1]
+    assert "a worker half started was not ended: worker 0 does not end" in caplog.text
 
 
 @settings(max_examples=40, deadline=None)
