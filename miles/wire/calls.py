@@ -53,11 +53,6 @@ class Caller:
         self._asked: dict[int, tuple[str, float]] = {}  # what, and when
         self._next = 0
 
-    @property
-    def waiting(self) -> int:
-        """How many calls have no answer yet."""
-        return len(self._open)
-
     def owed(self) -> list[tuple[str, float]]:
         """(target, seconds since it was called) of every call that has no answer yet."""
         now = time.monotonic()

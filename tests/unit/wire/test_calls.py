@@ -92,7 +92,7 @@ def test_calls_answer_functions_coroutines_and_generators() -> None:
     async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
         assert await caller.call("plain", [1], {}, None) == 2
         assert [i async for i in caller.stream("count", [5])] == [0, 1, 2, 3, 4]
-        assert caller.waiting == 0
+        assert caller.owed() == []
 
     run(body)
 
@@ -109,7 +109,7 @@ def test_calls_cancelled_here_are_cancelled_there() -> None:
         await items.aclose()  # type: ignore[attr-defined]
         while len(part.cancelled) < 2:
             await asyncio.sleep(0.01)
-        assert sorted(part.cancelled) == ["count", "wait"] and caller.waiting == 0
+        assert sorted(part.cancelled) == ["count", "wait"] and caller.owed() == []
 
     run(body)
 
