@@ -84,18 +84,20 @@ class Jsonl:
     def _rewind(self, version: int) -> None:
         """Forget what the weights do not remember: lines of later steps, and torn ones."""
         self._step = version
-        lines = [*_lines(self._path)] if self._path.exists() else []
-        kept = [(line, found) for line in lines if (found := _read(line, version)) is not None]
-        self._resumed_told = any(
-            (found.get("moment"), found.get("step")) == ("step_finished", version)
-            for _, found in kept
-        )
-        if len(kept) == len(lines):
+        kept, torn_or_later = [], False
+        for line in _lines(self._path) if self._path.exists() else ():
+            if (found := _read(line, version)) is None:
+                torn_or_later = True
+                continue
+            kept.append(line)
+            if (found.get("moment"), found.get("step")) == ("step_finished", version):
+                self._resumed_told = True
+        if not torn_or_later:
             return
         self.close()
         new = self._path.with_name(self._path.name + ".rewind")
         with new.open("wb") as file:
-            file.writelines(line for line, _ in kept)
+            file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
         new.replace(self._path)
