@@ -60,11 +60,11 @@ class Fp16:
         """Factors that would round a gradient or never adapt, and models that float16 cannot
         hold."""
         faults = [
-            f"{name} is {value}; a power of two {of}, so that scaling rounds nothing"
+            f"{name} is {value}; a power of two from {of}, so that scaling rounds nothing"
             for name, value, good, of in (
-                ("loss_scale", config.loss_scale, config.loss_scale >= 1, "from 1"),
-                ("scale_growth", config.scale_growth, config.scale_growth >= 1, "from 1"),
-                ("scale_backoff", config.scale_backoff, 0 < config.scale_backoff < 1, "below 1"),
+                ("loss_scale", config.loss_scale, 1 <= config.loss_scale <= 2**32, "1 to 2**32"),
+                ("scale_growth", config.scale_growth, config.scale_growth >= 1, "1"),
+                ("scale_backoff", config.scale_backoff, 0 < config.scale_backoff < 1, "0 to 0.5"),
             )
             if not (good and math.isfinite(value) and math.frexp(value)[0] == 0.5)
         ]

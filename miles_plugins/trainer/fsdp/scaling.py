@@ -57,15 +57,15 @@ class Scale:
         if rule is None:
             return
         if not finite:
-            self.good, self.skipped = 0, self.skipped + 1
-            before, self.value = self.value, self.value * rule.backoff
-            if self.skipped >= IN_A_ROW or self.value < LOWEST:
+            skipped, lower = self.skipped + 1, self.value * rule.backoff
+            if skipped >= IN_A_ROW or lower < LOWEST:  # not followed: this step is none
                 raise TrainerError(
-                    f"trainer fsdp: gradients overflowed in {self.skipped} steps in a row, the "
-                    f"last at a loss scale of {before:g}; the weights are unchanged since then. "
+                    f"trainer fsdp: gradients overflowed in {skipped} steps in a row, the last at "
+                    f"a loss scale of {self.value:g}; the weights are unchanged since then. "
                     "The model leaves float16's range: use precision=bf16, or a smaller "
                     "precision.loss_scale if it has only to fall further"
                 )
+            self.good, self.skipped, self.value = 0, skipped, lower
             return
         self.good, self.skipped = self.good + 1, 0
         if self.good >= rule.interval:

@@ -147,7 +147,7 @@ class Worker:
             if batch.probe is not None:
                 metrics = mismatch.with_probe(metrics, batch.probe, probed, self.version)
             warnings = mismatch.enforce(metrics, self.limits)
-            norm, said, skipped = norm_or_skip(self.masters, self.scale, losses, self.version)
+            norm, of_scale, skipped = norm_or_skip(self.masters, self.scale, losses, self.version)
         except TrainerError:
             self.masters.drop_gradients()
             raise
@@ -159,7 +159,7 @@ class Worker:
         self.version += 1
         self.stage_step += 1
         metrics.update({f"loss/{name}": value for name, value in losses.items()})
-        metrics.update(said, lr=lr)
+        metrics.update(of_scale, lr=lr)
         metrics["tokens/trained"] = float(np.count_nonzero(loss_T)) - masked
         if measured:
             metrics["entropy"] = entropy / measured

@@ -61,8 +61,9 @@ def test_fp16_computes_and_publishes_float16_and_alone_scales_its_loss():
         ("loss_scale", 0.5, "a power of two from 1"),
         ("loss_scale", float("inf"), "a power of two from 1"),
         ("scale_growth", 1.5, "a power of two from 1"),
-        ("scale_backoff", 1.0, "a power of two below 1"),
-        ("scale_backoff", 0.0, "a power of two below 1"),
+        ("loss_scale", 2.0**40, "a power of two from 1 to 2**32"),
+        ("scale_backoff", 1.0, "a power of two from 0 to 0.5"),
+        ("scale_backoff", 0.0, "a power of two from 0 to 0.5"),
         ("scale_interval", 0, "at least 1"),
     ],
 )
