@@ -115,7 +115,8 @@ class Weights:
             try:
                 receipt = await self._send()
             except (WorkerError, WeightSyncError) as error:
-                how = _without_names(str(error)) if isinstance(error, WeightSyncError) else ""
+                died = isinstance(error, WorkerError) or isinstance(error.__cause__, WorkerError)
+                how = "" if died else _without_names(str(error))
                 if how and how == before:
                     error.add_note(
                         "with an engine started anew it failed in the same way, so none is started "
