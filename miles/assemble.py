@@ -19,7 +19,7 @@ import msgspec
 from miles.batch import Receipt
 from miles.buffer import Buffer
 from miles.errors import ConfigError, EngineError, WorkerError
-from miles.evaluation.eval_fleet import EvalFleet
+from miles.evaluation.fleet import EvalFleet
 from miles.placement import Colocated, Placement, Split
 from miles.protocols import Context, Handle, Spec
 from miles.settings import Settings
@@ -281,7 +281,7 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
             max_restarts=stage.settings.max_restarts,
             silent_after_s=stage.settings.silent_after_s,
         )
-    await engines.build(parts, around, count=count)
+    await engines.build(parts, around, count=count, variables=_variables(registry, parts))
     stage.engines = engines
     longest = (await engines.health()).get("max_len")
     return int(longest or context.model.decoder().max_len)
@@ -316,18 +316,25 @@ async def _end_worker(shared: Shared, role: str) -> None:
     await shared.runtime.end(handle)
 
 
+def _variables(registry: Any, parts: Sequence[Spec]) -> dict[str, str]:
+    """What a worker of these parts has set: libraries read it once."""
+    return {name: value for spec in parts for name, value in registry.variables(spec).items()}
+
+
 async def _worker(
     shared: Shared, role: str, parts: Sequence[Spec], context: Context, world: int
 ) -> Handle:
     """The running worker of this role, built anew when it was built for something else."""
     wanted = (tuple(parts), context.settings)
-    handle, built = shared.handles.get(role, (None, None))
-    if handle is not None and handle.world != world:
+    if (kept := shared.handles.get(role)) is not None:
+        handle, built = kept
+        before, now = (_variables(shared.registry, each) for each in (built[0], parts))
+        if handle.world == world and before == now:
+            if built != wanted:
+                await shared.runtime.rebuild(handle, parts, context)
+                shared.handles[role] = (handle, wanted)
+            return handle
         await _end_worker(shared, role)
-        handle = None
-    if handle is None:
-        handle = await shared.runtime.start(role, parts, context, world=world)
-    elif built != wanted:
-        await shared.runtime.rebuild(handle, parts, context)
-    shared.handles[role] = (handle, wanted)
-    return handle
+    started: Handle = await shared.runtime.start(role, parts, context, world=world)
+    shared.handles[role] = (started, wanted)
+    return started

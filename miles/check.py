@@ -14,8 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from miles.composing.check_gpus import same_gpus
-from miles.composing.check_sessions import through_faults
+from miles.checking.gpus import same_gpus
+from miles.checking.sessions import through_faults
 from miles.config import Plan, Stage, once
 from miles.errors import MilesError
 from miles.plugins import Registry

@@ -258,13 +258,13 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from miles.evaluation.evaluate import eval_command
+    from miles.evaluation.command import eval_command
 
     return eval_command(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from miles.sessions import serve_command
+    from miles.session_servers.command import serve_command
 
     return serve_command(args.overrides, registry=args.registry)
 

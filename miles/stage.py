@@ -21,8 +21,8 @@ from miles import checkpoint, loop
 from miles.batch import Batch, Receipt, Score, Skipped, Tokens, Update, flatten
 from miles.buffer import Buffer, Lease
 from miles.errors import BadReward, EngineError, MilesError, RoutingError, RunError, WorkerError
-from miles.evaluation.eval_fleet import EvalFleet
 from miles.evaluation.evaluations import Evaluations, Snapshots, Watched
+from miles.evaluation.fleet import EvalFleet
 from miles.placement import Placement
 from miles.plain import of_plain, to_plain
 from miles.records.measure import Measure

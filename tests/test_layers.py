@@ -37,7 +37,7 @@ TABLE = {
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire", "data contract wire", "numpy msgspec"),
     "plugins": Row(
-        "registry plugins composing config check",
+        "registry plugins composing config checking check",
         "data contract plugins testing",
         "pluggy stevedore hydra omegaconf yaml msgspec rich tokenizers",
     ),
@@ -58,8 +58,7 @@ TABLE = {
         "numpy torch transformers pytest aiohttp hypothesis jinja2",
     ),
     "assembly": Row(
-        "workers evaluation stage shared sessions assemble run simulate serve convert worker cli"
-        " __main__",
+        "workers evaluation stage shared session_servers assemble run simulate worker cli __main__",
         "data contract wire plugins loop session testing children assembly facade",
         "numpy msgspec rich yaml omegaconf aiohttp",
     ),

@@ -1,2 +1,1 @@
-"""Behind `miles.config` and `miles.check`: the override grammar, stages while they are put
-together, sweeps, and faults that only a whole stage shows."""
+"""Behind `miles.config`: the override grammar, stages while they are put together, sweeps."""

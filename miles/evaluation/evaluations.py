@@ -1,6 +1,6 @@
 """Which versions of a stage are being scored, where, and what becomes of the results.
 
-What a score is belongs to the evaluator, engines of its own to `miles.evaluation.eval_fleet`.
+What a score is belongs to the evaluator, engines of its own to `miles.evaluation.fleet`.
 Nothing that goes wrong here stops training: it is a `Skipped` with a reason.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from miles import checkpoint
 from miles.batch import Score, Skipped, version_fault
-from miles.evaluation.eval_fleet import EvalFleet
+from miles.evaluation.fleet import EvalFleet
 from miles.types import Group, Sampling, Task
 
 __all__ = ["Evaluations", "Snapshots", "Watched", "guarded", "score_directory"]

@@ -1,1 +1,1 @@
-"""What a run writes down about itself, and how it is read back."""
+"""What a run counts and writes down about itself, and how it is read back."""

@@ -43,7 +43,7 @@ class NamedSnapshots(Snapshots):
 
 
 class ModelledEvalFleet:
-    """What evaluations ask of `miles.evaluation.eval_fleet`."""
+    """What evaluations ask of `miles.evaluation.fleet`."""
 
     def __init__(self, simulation: Simulation, *, count: int) -> None:
         """`count` engines, as fast as those that train. To be made in the loop."""

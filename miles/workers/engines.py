@@ -48,11 +48,21 @@ class Engines:
         self._silent_after_s = silent_after_s
         self._parts: tuple[Spec, ...] = ()
         self._context: Context | None = None
+        self._variables: dict[str, str] = {}
         self._why: dict[Handle, WorkerError] = {}  # of those that were ended, what they had
 
-    async def build(self, parts: Sequence[Spec], context: Context, *, count: int) -> None:
-        """Have `count` workers built of these parts, keeping those that are."""
-        if len(self.handles) != count:
+    async def build(
+        self,
+        parts: Sequence[Spec],
+        context: Context,
+        *,
+        count: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Have `count` workers built of these parts, keeping those that are; `variables` is what
+        parts have set in them, which a worker is born with."""
+        if len(self.handles) != count or self._variables != (variables or {}):
+            self._variables = dict(variables or {})
             await asyncio.gather(*(self._runtime.end(handle) for handle in self.handles))
             self._parts, self._context = tuple(parts), context
             names = [self._name] if count == 1 else [f"{self._name}-{i}" for i in range(count)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles import ConfigError, Context, WorkerError
+from miles import ConfigError, Context, Spec, WorkerError
 from miles.assemble import (
     _agree,
     _connect_again,
@@ -71,7 +71,7 @@ class Runtime:
 
 def test_assemble_ends_a_worker_of_another_number_of_ranks(tmp_path: Path) -> None:
     """It kept its devices to the end of the run."""
-    shared: Any = SimpleNamespace(runtime=Runtime(), handles={})
+    shared: Any = SimpleNamespace(runtime=Runtime(), handles={}, registry=None)
 
     async def main() -> None:
         context = Context(directory=tmp_path)
@@ -82,11 +82,36 @@ def test_assemble_ends_a_worker_of_another_number_of_ranks(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_assemble_starts_a_worker_anew_that_had_other_variables(tmp_path: Path) -> None:
+    """Libraries had read the ones of the stage before: NCCL was told nothing of a change."""
+    registry = SimpleNamespace(variables=lambda spec: dict(spec.config))
+    runtime: Any = Runtime()
+    rebuilt: list[str] = []
+
+    async def rebuild(handle: FakeHandle, parts: Any, context: Any) -> None:
+        rebuilt.append(parts[0].name)
+
+    runtime.rebuild = rebuild
+    shared: Any = SimpleNamespace(runtime=runtime, handles={}, registry=registry)
+
+    async def main() -> None:
+        context = Context(directory=tmp_path)
+        first = None
+        for name, variables in (("a", {"X": "0"}), ("b", {"X": "0"}), ("c", {"X": "1"}), ("d", {})):
+            part = Spec(kind="transport", name=name, config=variables)
+            handle = await _worker(shared, "trainer", (part,), context, 1)
+            assert (handle is first) == (name == "b")
+            first = handle
+        assert rebuilt == ["b"] and runtime.running == ["trainer x1"]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (3, 2), (2, 0), (0, 2)])
 def test_assemble_ends_rollout_workers_that_a_stage_does_not_have(
     tmp_path: Path, counts: tuple[int, int]
 ) -> None:
-    shared: Any = SimpleNamespace(runtime=Runtime(), handles={}, ended=0)
+    shared: Any = SimpleNamespace(runtime=Runtime(), handles={}, registry=None, ended=0)
 
     async def main() -> None:
         for count in counts:

@@ -11,7 +11,7 @@ import pytest
 
 from miles import Context, EngineError, Receipt, WeightsDiffer, WeightSyncError, WorkerError
 from miles.buffer import Buffer
-from miles.evaluation.eval_fleet import EvalFleet
+from miles.evaluation.fleet import EvalFleet
 from miles.placement import Colocated, Split
 from miles.testing import FakeHandle
 from miles.wire.remote import RemoteTrainer
@@ -194,6 +194,27 @@ def test_weights_that_fail_alike_after_a_restart_do_not_use_up_all_restarts(
         else:
             assert "they are used up" in found.value.detail
             assert "publishing had failed: 127.0.0.1:4003: NCCL error in a" in found.value.detail
+
+    asyncio.run(main())
+
+
+def test_weights_of_an_engine_killed_twice_alike_are_published_to_a_third(tmp_path: Path) -> None:
+    """A death is no fault of the update, and transports tell it in the same words each time."""
+
+    async def main() -> None:
+        at = await made(tmp_path, count=1, restarts=2)
+        works, deaths = at.transport.publish, []
+
+        async def dies(version: int, *, trainer: Any, engines: Any) -> Receipt:
+            if len(deaths) == 2:
+                return await works(version, trainer=trainer, engines=engines)
+            engines[0].dead = True
+            deaths.append(version)
+            raise WeightSyncError("receiver.take failed: engine: killed") from WorkerError("killed")
+
+        at.transport.publish = dies
+        await at.weights.publish()
+        assert at.engines.restarts == 2 and served(at.engines) == [3]
 
     asyncio.run(main())
 
@@ -473,6 +494,13 @@ def test_engines_are_kept_rebuilt_or_replaced(tmp_path: Path) -> None:
         assert at.engines.handles == before and at.runtime.started == ["engine-0", "engine-1"]
         await at.engines.build([SimpleNamespace()], Context(directory=tmp_path), count=2)
         assert at.runtime.started[2:] == ["engine-0 again", "engine-1 again"]
+        at.runtime.started.clear()
+        around = Context(directory=tmp_path)
+        await at.engines.build([], around, count=2, variables={"X": "1"})
+        assert at.runtime.started == ["engine-0", "engine-1"]  # others than they were born with
+        await at.engines.build([], around, count=2, variables={"X": "1"})
+        assert at.runtime.started == at.runtime.ended == ["engine-0", "engine-1"]
+        at.runtime.ended.clear()
         await at.engines.build([], Context(directory=tmp_path), count=1)
         assert at.runtime.ended == ["engine-0", "engine-1"] and len(at.engines.doors) == 1
 

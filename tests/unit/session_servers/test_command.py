@@ -9,7 +9,7 @@ import pytest
 
 from miles import ConfigError
 from miles.plugins import Registry
-from miles.sessions import planned, refuse_another_number
+from miles.session_servers.command import planned, refuse_another_number
 
 ENGINE = "engine.url=http://127.0.0.1:30000"
 

@@ -43,7 +43,7 @@ def serve_command(overrides: Sequence[str], *, registry: Any, folders: Sequence[
     override as a run takes it. Raises `ConfigError`, `EngineError`."""
     overrides, workers = _workers(overrides)
     if workers > 1:
-        from miles.workers.fleet import serve_fleet
+        from miles.session_servers.fleet import serve_fleet
 
         plan = planned(overrides, registry=registry, folders=folders)
         settings = plan.stages[0].settings

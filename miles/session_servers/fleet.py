@@ -18,7 +18,7 @@ from miles.errors import WorkerError
 from miles.plugins import Registry
 from miles.serving.daemon import asked_to_stop
 from miles.session.server import make_front, serve
-from miles.sessions import planned, refuse_another_number, serve_alone
+from miles.session_servers.command import planned, refuse_another_number, serve_alone
 from miles.settings import Settings
 
 __all__ = ["main", "serve_fleet"]
@@ -42,7 +42,7 @@ class _Worker:
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "miles.workers.fleet",
+            "miles.session_servers.fleet",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -1,0 +1,1 @@
+"""Behind `miles.check`: faults that only a whole stage shows."""
