@@ -16,10 +16,12 @@ from typing import Any
 __all__ = [
     "Claim",
     "Gpu",
+    "engine_bytes",
     "gpus_here",
     "gpus_shown",
     "memory_here",
     "parameter_count",
+    "places_here",
     "weight_bytes",
 ]
 
@@ -161,3 +163,18 @@ def parameter_count(config: Mapping[str, Any]) -> float:
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     heads_of_words = 2 if tied is False else 1  # unsaid, it may be either: rather too few
     return layers * attention + mlp + heads_of_words * get("vocab_size") * hidden
+
+
+def engine_bytes(planned: Any) -> float:
+    """Weights of one engine of a planned stage, in the precision's type for engines; 0 when nobody
+    can tell."""
+    model, precision = planned.built.get("model"), planned.built.get("precision")
+    if model is None or precision is None:
+        return 0.0
+    return weight_bytes(model.hf_config(), precision.engine)
+
+
+def places_here(planned: Any) -> bool:
+    """Whether a planned stage's workers stand on this machine, seeing all of its GPUs; another
+    runtime than `local` places and reserves."""
+    return getattr(planned.specs.get("runtime"), "name", "local") == "local"

@@ -23,9 +23,10 @@ from miles import (
     EngineError,
     Gpu,
     Spec,
+    engine_bytes,
     gpus_here,
     memory_here,
-    weight_bytes,
+    places_here,
 )
 from miles_plugins.engine.sglang import command, drafts, server, sources
 from miles_plugins.engine.sglang import facts as says
@@ -135,7 +136,7 @@ def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
     del cls
     if config.url or config.device != "cuda" or not (gpus := gpus_here()):
         return []
-    local = getattr(planned.specs.get("runtime"), "name", "local") == "local"
+    local = places_here(planned)
     each, trainer = command.devices(config), planned.specs.get("trainer")
     sampling, evaluating = config.workers * each, _fleet(planned) * each if local else 0
     ranks = int(trainer.config.get("workers", 1)) if isinstance(trainer, Spec) else 0
@@ -143,7 +144,7 @@ def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
     enough = f"engine.first_gpu={ranks}" if len(gpus) >= wanted else f"{wanted} GPUs"
     precision = planned.built.get("precision")
     about = {
-        "bytes": _weights(planned) / _sharing(config),
+        "bytes": engine_bytes(planned) / _sharing(config),
         "what": f"weights in {getattr(precision, 'engine', 'an unknown type')}",
         "apart": f"{enough} (there are {len(gpus)})",
     }
@@ -265,7 +266,7 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     if isinstance(runtime, Spec) and runtime.name != "local":
         yield from _placed_faults(config, runtime)  # it knows which machines there are
         if config.device == "cuda":
-            yield from _gpu_memory(config, planned, gpus_here())  # theirs are as large, we take it
+            yield from _gpu_memory(config, planned, gpus_here())  # as if others had GPUs like these
         return
     if config.port:
         for port in range(config.port, config.port + servers):
@@ -276,32 +277,29 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         yield from _gpu_faults(config, gpus, servers)
         yield from _gpu_memory(config, planned, gpus)
         return
-    need, room = _weights(planned), memory_here()
+    need, room = engine_bytes(planned), memory_here()
     if need > room > 0:
-        yield _too_small(planned, need, "this machine's memory", room, config)
+        yield _too_small(
+            planned, need, f"this machine's memory is {_gib(room)}; take a smaller model"
+        )
 
 
 def _gpu_memory(config: Any, planned: Any, gpus: Sequence[Gpu]) -> Iterator[str]:
-    need, shared = _weights(planned), _sharing(config)
-    room = min((gpu.total for gpu in gpus), default=0) * (config.memory_fraction or 0.9) * shared
+    need, shared = engine_bytes(planned), _sharing(config)
+    part = config.memory_fraction or 0.9
+    room = min((gpu.total for gpu in gpus), default=0) * part * shared
     if need > room > 0:
-        yield _too_small(planned, need, f"{shared} GPU{'s'[: shared > 1]}", room, config)
+        where = f"{shared} GPU{'s'[: shared > 1]} offer {_gib(room)} (memory_fraction {part:g})"
+        yield _too_small(planned, need, f"{where}; take a larger engine.tp")
 
 
-def _too_small(planned: Any, need: float, where: str, room: float, config: Any) -> str:
-    return (
-        f"the model's weights take about {need / 2**30:.1f} GiB in "
-        f"{planned.built['precision'].engine}, and {where} offer {room / 2**30:.1f} GiB "
-        f"(memory_fraction {config.memory_fraction or 0.9:g}); take a larger engine.tp"
-    )
+def _too_small(planned: Any, need: float, where: str) -> str:
+    kind = planned.built["precision"].engine
+    return f"the model's weights take about {_gib(need)} in {kind}, and {where}"
 
 
-def _weights(planned: Any) -> float:
-    """Bytes of one server's; 0 when nobody can tell."""
-    model, precision = planned.built.get("model"), planned.built.get("precision")
-    if model is None or precision is None:
-        return 0.0
-    return weight_bytes(model.hf_config(), precision.engine)
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
 
 
 def _sharing(config: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miles import Claim, gpus_here, memory_here, weight_bytes
+from miles import Claim, engine_bytes, gpus_here, memory_here, places_here
 
 __all__ = ["LONGEST", "check", "claims", "faults"]
 
@@ -31,29 +31,17 @@ def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
     del cls
     if config.device != "cuda" or not gpus_here():
         return []
-    local = _local(planned)
+    local = places_here(planned)
     return [
         Claim(
             who="engines",
             gpus=range(1 if local else config.workers),
-            bytes=(config.workers if local else 1) * _weights(planned),
+            bytes=(config.workers if local else 1) * engine_bytes(planned),
             what=_what(planned),
             releases=True,
             apart="runtime=ray, which gives every worker GPUs of its own",
         )
     ]
-
-
-def _local(planned: Any) -> bool:
-    return getattr(planned.specs.get("runtime"), "name", "local") == "local"
-
-
-def _weights(planned: Any) -> float:
-    """Bytes of one engine's; 0 when nobody can tell."""
-    model, precision = planned.built.get("model"), planned.built.get("precision")
-    if model is None or precision is None:
-        return 0.0
-    return weight_bytes(model.hf_config(), precision.engine)
 
 
 def _what(planned: Any) -> str:
@@ -90,7 +78,7 @@ def faults(config: Any, decoder: Any) -> list[str]:
 def _lacking(config: Any, planned: Any) -> Iterator[str]:
     """On this machine; under another runtime only of GPUs as large as those here."""
     room, where, copies = memory_here(), "this machine's memory is", config.workers
-    local = _local(planned)
+    local = places_here(planned)
     gpus = gpus_here() if config.device == "cuda" else []
     if not gpus and not local:
         return
@@ -104,7 +92,7 @@ def _lacking(config: Any, planned: Any) -> Iterator[str]:
         room, where = gpus[0].total, "the first GPU, where each of them computes, has"
         if not local:
             copies, where = 1, "a GPU as those here has"
-    need = copies * _weights(planned)
+    need = copies * engine_bytes(planned)
     if need > room > 0:
         yield (
             f"weights of {copies} engine(s) take about {need / 2**30:.1f} GiB in "

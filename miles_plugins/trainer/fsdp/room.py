@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from miles import Claim, Gpu, Spec, gpus_here, memory_here, parameter_count, weight_bytes
+from miles import (
+    Claim,
+    Gpu,
+    Spec,
+    gpus_here,
+    memory_here,
+    parameter_count,
+    places_here,
+    weight_bytes,
+)
 
 __all__ = ["claims", "faults"]
 
@@ -20,7 +29,7 @@ _RESIDENT = 16.0  # bytes a parameter: float32 weight, gradient, and two moments
 def faults(config: Any, planned: Any) -> list[str]:
     """Of a trainer on this machine; where a runtime chooses machines, it counts their GPUs, which
     are taken to be as large as those here."""
-    gpus, local = _gpus(config, planned), _local(planned)
+    gpus, local = _gpus(config, planned), places_here(planned)
     if not local:
         return [*_memory(config, planned, gpus)] if gpus else []
     if config.device == "cuda" and not gpus:
@@ -52,10 +61,6 @@ def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
             apart="",
         )
     ]
-
-
-def _local(planned: Any) -> bool:
-    return getattr(planned.specs.get("runtime"), "name", "local") == "local"
 
 
 def _gpus(config: Any, planned: Any) -> list[Gpu]:

@@ -395,7 +395,7 @@ def test_check_names_missing_gpus_and_a_model_that_does_not_fit(python, monkeypa
     text = said(replace(cuda, tp=2, workers=3, first_gpu=1), 4)
     assert "3 servers of 2 GPUs from GPU 1 on need 7 GPUs, and there are 4" in text
     monkeypatch.setattr(checks, "memory_here", lambda: 16 << 30)
-    assert "this machine's memory offer 16.0 GiB" in said(_config(python), 0)
+    assert "this machine's memory is 16.0 GiB; take a smaller model" in said(_config(python), 0)
 
 
 _HEADS = {
