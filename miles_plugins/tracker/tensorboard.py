@@ -23,7 +23,8 @@ class Tensorboard:
     """Writes every number of every step and evaluation under its metric name.
 
     Look at it with `tensorboard --logdir <run directory>/tensorboard`. A resumed run tells
-    TensorBoard to forget what came after the step it continues from. Needs the `tensorboard` extra.
+    TensorBoard to forget what came after the step it continues from, and writes that step again, in
+    case the run before was killed too early to. Needs the `tensorboard` extra.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Tensorboard:
             self._start(data)
         elif name == "stage_started":
             self._text("stage", str(data["stage"]), step=int(data["version"]))
-        elif name == "step_finished":
+        elif name in ("step_finished", "step_restored"):
             self._scalars("", data, step=int(data["step"]))
         elif name == "evaluated":
             self._scalars(f"eval/{data['set']}/", data, step=int(data["step"]))

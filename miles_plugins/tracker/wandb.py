@@ -20,8 +20,9 @@ class Wandb:
     """Logs every number of every step and evaluation under its metric name.
 
     Offline runs are sent later with `wandb sync <run directory>/wandb/offline-run-*`. A resumed run
-    continues the same W&B run. The API key is read from the environment variable that the
-    configuration names, handed to the library, and never written. Needs the `wandb` extra.
+    continues the same W&B run, and logs the step that it goes on from again. The API key is read
+    from the environment variable that the configuration names, handed to the library, and never
+    written. Needs the `wandb` extra.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,19 @@ def test_tensorboard_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     assert scalars == [(s, 0.25) for s in (1, 2, 3, 4)] + [(s, 0.75) for s in (5, 6, 7, 8)]
 
 
+def test_tensorboard_has_the_step_whose_run_was_killed_before_it_was_told(tmp_path: Path) -> None:
+    drive(tmp_path, 0, 3, 0.25)
+    first = next((tmp_path / "tensorboard").iterdir())
+    first.rename(first.with_name("events.out.tfevents.0000000001.host.1.0"))
+    tracker = Tensorboard(Tensorboard.Config(), Context(directory=tmp_path))
+    tracker.moment("run_started", {"name": "n", "config": {}, "resumed": 4})
+    for step, moment in ((4, "step_restored"), (5, "step_finished")):
+        tracker.moment(moment, {"step": step, "stage": "grpo", "reward/mean": 0.5})
+    tracker.close()
+    scalars = [(e.step, e.value) for e in read(tmp_path).Scalars("reward/mean")]
+    assert scalars == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5), (5, 0.5)]
+
+
 def test_tensorboard_refuses_a_useless_interval(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tracker tensorboard: flush_s: 0.0 is not above 0"):
         Tensorboard(Tensorboard.Config(flush_s=0.0), Context(directory=tmp_path))
