@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,12 +68,29 @@ def test_builtin_has_a_row_a_docstring_and_a_sentence_a_key(kind, name):
     assert f"| `{kind}` | `{name}` |" in PLUGINS
 
 
-def test_ten_line_plugin_of_the_page_passes_the_check(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """The page's plugin, in an otherwise empty working directory; `words("run")` is its command."""
     source = re.search(r"This is `words\.py`:\n\n```python\n(.*?)```", PLUGINS, re.DOTALL)[1]
     (tmp_path / "words.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    command = re.search(r"^miles (check 'plugins=.*)$", PLUGINS, re.MULTILINE)[1]
-    assert main(shlex.split(command)) == 0, capsys.readouterr().out
+    return lambda verb: shlex.split(
+        re.search(rf"^miles ({verb} 'plugins=.*)$", PLUGINS, re.MULTILINE)[1]
+    )
+
+
+def test_ten_line_plugin_of_the_page_passes_the_check(words, capsys):
+    assert main(words("check")) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ten_line_plugin_of_the_page_learns_by_its_command_and_does_not_starve(words, tmp_path):
+    command = [sys.executable, "-m", "miles", *words("run"), "run.name=it"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "runs" / "it" / "metrics.jsonl").read_text().splitlines()
+    scores = [x["eval/heldout/score"] for x in map(json.loads, lines) if "eval/heldout/score" in x]
+    assert scores[-1] > scores[0] + 0.5
 
 
 def test_pages_hold_every_kind():
