@@ -72,6 +72,8 @@ def request_of(body: Any) -> Request:
         _refuse(f"{unknown[0]} is not known here")
     if body.get("image_data"):
         _refuse("images are not served")
+    if top := body.get("top_logprobs_num"):
+        _refuse(f"top_logprobs_num is {top!r}; only 0 is served")
     params = body.get("sampling_params") or {}
     if not isinstance(params, Mapping):
         _refuse("sampling_params is no object")

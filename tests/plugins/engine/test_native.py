@@ -181,6 +181,7 @@ def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoin
                 for body, said in (
                     ({"text": "hello"}, "text is not known here"),
                     ({"input_ids": []}, "input_ids must be"),
+                    ({"input_ids": [1], "top_logprobs_num": 2}, "top_logprobs_num is 2; only 0"),
                     ({"input_ids": [1], "sampling_params": {"regex": "a"}}, "regex is not known"),
                     ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "only 0 is served"),
                     ({"input_ids": [1], "sampling_params": {"top_p": "x"}}, "sampling_params"),
