@@ -27,7 +27,7 @@ from miles.errors import (
 from miles.protocols import KINDS, Context, Spec
 from miles.registry import conformance, discovery, families, schema
 from miles.registry.discovery import HOOKS, Entry
-from miles.registry.moments import Moments
+from miles.registry.moments import Moments, placed
 
 __all__ = ["SPECIFIED", "Entry", "Registry", "compare_provenance"]
 
@@ -333,9 +333,11 @@ def _default_factories(registry: Registry) -> ModuleType:
             except MilesError:
                 raise
             except (Exception, SystemExit) as error:  # other people's code: name whose
-                raise PluginError(
+                named = PluginError(
                     f"{registry.entry(kind, name)} cannot be built: {type(error).__name__}: {error}"
-                ) from error
+                )
+                inside = error.__traceback__.tb_next if error.__traceback__ else None
+                raise placed(named, inside) from error
 
         return hookspecs.hookimpl(trylast=True)(factory)
 

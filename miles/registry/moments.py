@@ -1,13 +1,15 @@
 """Typed calls of every hook: `registry.hook.step_finished(...)` instead of a string and keywords.
 
-Adds one thing to pluggy: an error raised inside a hook says which plugin raised it.
+Adds one thing to pluggy: an error raised inside a hook says which plugin raised it, and where.
 """
 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import pluggy
@@ -16,7 +18,15 @@ from miles.batch import Batch, Receipt, Score, Skipped, Update
 from miles.errors import MilesError, PluginError
 from miles.types import Drop, Group, Task
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "placed"]
+
+
+def placed(error: MilesError, trace: TracebackType | None) -> MilesError:
+    """The error with a note of the lines of code from `trace` inwards, since it is said without its
+    traceback."""
+    if lines := "".join(traceback.format_tb(trace)).rstrip():
+        error.add_note(lines)
+    return error
 
 
 class Moments:
@@ -111,27 +121,30 @@ class Moments:
         try:
             yield
         except MilesError as error:
-            if plugin := self._culprit(hook, error):
+            if plugin := self._culprit(hook, error)[0]:
                 error.add_note(f"raised by plugin {plugin!r} in {hook}")
             raise
         except (
             Exception
         ) as error:  # a hook is other people's code: whatever it raises gets the plugin's name
-            plugin = self._culprit(hook, error)
+            plugin, trace = self._culprit(hook, error)
             if plugin is None:
                 raise
-            raise PluginError(
+            named = PluginError(
                 f"plugin {plugin!r} raised in {hook}: {type(error).__name__}: {error}"
-            ) from error
+            )
+            raise placed(named, trace) from error
 
-    def _culprit(self, hook: str, error: BaseException) -> str | None:
+    def _culprit(self, hook: str, error: BaseException) -> tuple[str | None, TracebackType | None]:
+        """The plugin whose function raised, and its part of the traceback."""
         owners = {}
         for impl in getattr(self._manager.hook, hook).get_hookimpls():
             code = getattr(inspect.unwrap(impl.function), "__code__", None)
             if code is not None and impl.plugin_name != "default":
                 owners[code] = impl.plugin_name
-        trace, found = error.__traceback__, None
+        trace, found, begins = error.__traceback__, None, None
         while trace is not None:
-            found = owners.get(trace.tb_frame.f_code, found)
+            if trace.tb_frame.f_code in owners:
+                found, begins = owners[trace.tb_frame.f_code], trace
             trace = trace.tb_next
-        return found
+        return found, begins

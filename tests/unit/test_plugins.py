@@ -218,8 +218,12 @@ def test_build_refuses_a_component_that_lies_about_its_protocol(
 def test_build_names_a_constructor_that_raises(install, component, tmp_path, raised):
     broken = component.replace("self.config = config", f"raise {raised}('oops')")
     install("bad", {"miles.environment": {"words": "bad_mod:Words"}}, {"bad_mod.py": broken})
-    with pytest.raises(PluginError, match=rf"words.*bad 1\.0.*cannot be built: {raised}: oops"):
+    with pytest.raises(
+        PluginError, match=rf"words.*bad 1\.0.*cannot be built: {raised}: oops"
+    ) as caught:
         build(Registry.load(), tmp_path)
+    (note,) = caught.value.__notes__  # the command prints no traceback
+    assert "bad_mod.py" in note and f"raise {raised}('oops')" in note and "plugins.py" not in note
 
 
 def test_build_tells_every_fault_of_a_configuration(words, tmp_path):
@@ -369,6 +373,19 @@ def test_moment_that_raises_names_its_plugin_and_keeps_the_cause(install):
     ) as caught:
         registry.hook.run_finished(directory="d", outcome="finished")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_moment_that_raises_says_the_line_that_did(install):
+    """A plugin's author was told `KeyError: 'gone'`, and in no log where."""
+    registry = hooks(
+        install,
+        "def look(): raise KeyError('gone')\n@hookimpl\ndef miles_run_finished(): look()",
+    )
+    with pytest.raises(PluginError) as caught:
+        registry.hook.run_finished(directory="d", outcome="finished")
+    (note,) = caught.value.__notes__
+    assert "in miles_run_finished\n" in note and "in look\n" in note
+    assert "watcher_hooks.py" in note and "pluggy" not in note
 
 
 def test_moment_that_raises_an_error_of_ours_keeps_it_with_a_note(install):
