@@ -92,7 +92,8 @@ def evaluation(progress: Progress, data: Mapping[str, Any]) -> str:
 
 def summary(progress: Progress) -> str:
     """The run is over."""
-    lines = [f"run {progress.outcome} after {duration(progress.elapsed_s)} at step {progress.step}"]
+    where = f" at step {progress.step}" if progress.stage or progress.step else ""
+    lines = [f"run {progress.outcome} after {duration(progress.elapsed_s)}{where}"]
     for name, results in progress.evaluations.items():
         course = " → ".join(r if isinstance(r, str) else f"{r:.3f}" for _, r in _ends(results))
         lines.append(f"  {name}: {course}")

@@ -154,6 +154,16 @@ def test_summary_of_a_resume_with_nothing_left_to_do_says_where_the_run_is(
     assert capsys.readouterr().out.splitlines()[0] == "run finished after 00:01 at step 6"
 
 
+def test_summary_of_an_evaluation_by_hand_names_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """`miles eval` of step 100 ended with "at step 0"."""
+    tracker = make(live="never")
+    tracker.moment("run_started", {"directory": "runs/x", "name": "x", "stages": [], "steps": {}})
+    tracker.moment("evaluated", {"step": 100, "set": "heldout", "score": 0.5, "samples": 2})
+    tracker.moment("run_finished", {"outcome": "finished", "directory": "runs/x", "seconds": 3.0})
+    out = capsys.readouterr().out.splitlines()
+    assert out[1:] == ["run finished after 00:03", "  heldout: 0.500", "  runs/x"]
+
+
 def test_summary_tells_the_reward_of_a_short_stage_without_lag() -> None:
     progress = Progress()
     progress.take("run_started", {"directory": "/runs/x", "stages": ["grpo"]})
