@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,6 +29,17 @@ class Sft:
 
     def __init__(self, config: Config, context: Context) -> None:
         self.config = config
+
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
+        """That the policy would imitate itself."""
+        if not planned.samples or not planned.settings.steps:
+            return ()
+        return (
+            f"algorithm 'sft': engine {planned.specs['engine'].name!r} samples, so that the policy "
+            "imitates whatever it says itself; engine=demonstration replays the tasks' solutions "
+            "(on the command line engine=NAME is for all stages, stages.STAGE.engine=NAME for one)",
+        )
 
     def needs(self) -> tuple[str, ...]:
         """No passes."""

@@ -212,6 +212,15 @@ def test_evaluator_without_a_sampling_engine_is_a_warning():
     assert "no stage has an engine that samples" in report.warnings[0]
 
 
+def test_engine_chosen_for_all_stages_warns_that_sft_imitates_itself():
+    """`miles run engine=torch` took the demonstrations from the warm-up, and nothing said so."""
+    (warning,) = check(compose(["engine=torch"])).warnings
+    assert "stage sft: algorithm 'sft': engine 'torch' samples" in warning
+    assert check(compose(["stages.grpo.engine=torch"])).warnings == ()
+    assert check(compose(["engine=torch", "stages.sft.engine=demonstration"])).warnings == ()
+    assert check(compose(["engine=torch", "stages.sft.steps=0"])).warnings == ()
+
+
 def test_component_may_check_its_own_stage(tmp_path, component):
     own = """
     @classmethod
