@@ -235,8 +235,9 @@ class Playing:
             )
             return Skipped(set=plan.name, reason=late)
         except Exception as error:  # noqa: BLE001 - an environment is other people's code: one set's fault is not the others'
-            _log.exception("evaluation set %s of version %d", plan.name, version)
-            return Skipped(set=plan.name, reason=_words(error))
+            first = _first(error)  # of a bug, every attempt in flight has a copy
+            _log.error("evaluation set %s of version %d", plan.name, version, exc_info=first)
+            return Skipped(set=plan.name, reason=f"{type(first).__name__}: {first}")
         return judge(
             plan, version, back, config=self.config, seed=self.seed, seconds=clock() - began
         )
@@ -346,10 +347,10 @@ def _no_tasks(plan: Plan) -> str:
     return f"the environment has no {kind} tasks"
 
 
-def _words(error: BaseException) -> str:
+def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return error
 
 
 def _usable(trajectory: Trajectory) -> bool:

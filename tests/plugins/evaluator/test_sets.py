@@ -102,6 +102,23 @@ def test_a_set_that_raises_leaves_the_others_alone() -> None:
     assert isinstance(good, Score)
 
 
+def test_a_bug_of_an_environment_is_logged_once_and_not_per_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The console had fifteen nested tracebacks of one `NameError`."""
+    together = asyncio.Barrier(8)
+
+    async def attempt(task: Task, **how: Any) -> Group:
+        await together.wait()
+        raise NameError("name 'txt' is not defined")
+
+    (result,) = asyncio.run(Shared(Shared.Config(tasks=8), context()).evaluate(4, attempt))
+    assert isinstance(result, Skipped)
+    assert result.reason == "NameError: name 'txt' is not defined"
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    assert "ExceptionGroup" not in caplog.text
+
+
 def test_sets_share_the_time_of_an_evaluation() -> None:
     class Slow(Attempts):
         async def __call__(self, task: Task, **how: Any) -> Group:
