@@ -16,11 +16,13 @@ from typing import Any
 
 from miles.checking.gpus import same_gpus
 from miles.checking.sessions import through_faults
+from miles.checking.tasks import task_faults, vocabulary_faults
 from miles.config import Plan, Stage, once
-from miles.errors import MilesError
+from miles.errors import MilesError, PluginError
 from miles.plugins import Registry
 from miles.protocols import KINDS, Context, Spec
 from miles.registry import conformance, schema
+from miles.registry.moments import placed
 from miles.settings import Settings
 
 __all__ = ["Planned", "Report", "check"]
@@ -35,9 +37,6 @@ _FROM = {
     "evaluator": "environment",
 }
 """What a kind is built from: without it, building would only fail again for the same reason."""
-
-_PROMPTS = 32
-"""Prompts rendered to see whether they fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +87,14 @@ def check(plan: Plan) -> Report:
 
 
 def _told(look: Callable[[], Sequence[str]]) -> list[str]:
-    """What a look found; an error that miles raises is a finding as well."""
+    """What a look found; what it raises is a finding as well, and does not hide the others."""
     try:
         return list(look())
     except MilesError as error:
         return [error.detail]
+    except Exception as error:  # noqa: BLE001 - a plugin's own code, or its tasks
+        inside = error.__traceback__.tb_next if error.__traceback__ else None
+        return [placed(PluginError(f"{type(error).__name__}: {error}"), inside).detail]
 
 
 def _stage(
@@ -121,9 +123,10 @@ def _stage(
         )
         faults += _own_checks(planned, registry)
         warnings = _own_warnings(planned, registry)
-        for look in (_tasks, _vocabulary, _apart, conformance.carried, conformance.trained):
-            faults += _told(partial(look, planned, registry))
-        faults += _told(partial(through_faults, planned))
+        for look in (task_faults, vocabulary_faults, through_faults):
+            faults += _told(partial(look, planned))
+        for compare in (_apart, conformance.carried, conformance.trained):
+            faults += _told(partial(compare, planned, registry))
         try:
             wrong, doubtful = same_gpus(planned, registry)
             faults, warnings = faults + wrong, warnings + doubtful
@@ -286,98 +289,11 @@ def _own_warnings(planned: Planned, registry: Registry) -> list[str]:
     return found
 
 
-def _samples(registry: Registry, stage: Planned | Stage) -> bool:
+def _samples(registry: Registry, stage: Stage) -> bool:
     spec = stage.specs["engine"]
     if not isinstance(spec, Spec):
         return True
     return bool(getattr(registry.component("engine", spec.name), "samples", True))
-
-
-def _tasks(planned: Planned, registry: Registry) -> list[str]:
-    """Whether there are tasks, whether they fit the context, and have what is demonstrated."""
-    environment, tito = planned.built.get("environment"), planned.built.get("tito")
-    spec = planned.specs["environment"]
-    if environment is None or tito is None or not isinstance(spec, Spec):
-        return []
-    name = f"environment {spec.name!r}"
-    tasks = environment.tasks("train")
-    if planned.settings.steps and not len(tasks):
-        return [f"{name}: there are no training tasks"]
-    faults = []
-    first = [tasks[i] for i in range(min(len(tasks), _PROMPTS))]
-    engine = planned.specs["engine"]
-    if not _samples(registry, planned) and isinstance(engine, Spec):
-        bare = next((t.id for t in first if t.solution is None), None)
-        if bare is not None:
-            faults.append(
-                f"{name}: task {bare!r} has no solution, which engine {engine.name!r} would replay"
-            )
-    return faults + _lengths(planned, name, first)
-
-
-def _lengths(planned: Planned, name: str, tasks: Sequence[Any]) -> list[str]:
-    model, tito = planned.built.get("model"), planned.built["tito"]
-    limit = model.hf_config().get("max_position_embeddings") if model is not None else None
-    engine = planned.specs["engine"]
-    own = engine.config.get("max_len") if isinstance(engine, Spec) else None
-    where = "the model's context"
-    if own and (limit is None or own < limit):
-        limit, where = own, "engine.max_len"
-    if limit is None:
-        return []
-    longest, task = 0, None
-    for one in tasks:
-        prompt = one.prompt
-        size = len(tito.encode(prompt) if isinstance(prompt, str) else tito.render(prompt))
-        if size > longest:
-            longest, task = size, one
-    room = planned.settings.max_new_tokens
-    if task is None or longest + room <= limit:
-        return []
-    return [
-        f"{name}: the prompt of task {task.id!r} has {longest} tokens, which with max_new_tokens "
-        f"({room}) do not fit {where} of {limit}"
-    ]
-
-
-def _vocabulary(planned: Planned, registry: Registry) -> list[str]:
-    """Whether the handler's ids and text are the checkpoint's."""
-    model, tito = planned.built.get("model"), planned.built.get("tito")
-    chosen, spec = planned.specs["tito"], planned.specs["model"]
-    if model is None or tito is None or not isinstance(chosen, Spec) or not isinstance(spec, Spec):
-        return []
-    rows = model.hf_config().get("vocab_size")
-    if rows is not None and tito.vocab_size > rows:
-        return [
-            f"tito {chosen.name!r} has ids up to {tito.vocab_size - 1}, but the embedding of model "
-            f"{spec.name!r} has {rows} rows"
-        ]
-    directory = model.directory()
-    file = directory / "tokenizer.json" if directory is not None else None
-    if file is None or not file.is_file():
-        return []
-    from tokenizers import Tokenizer  # comes with transformers; needs no torch
-
-    text = "Two and two: 2+2=4.\n\tÜber 100 %?"
-    theirs = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
-    ours = [int(i) for i in tito.encode(text)]
-    if ours != theirs:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-        return [
-            f"tito {chosen.name!r} does not match the checkpoint {directory}: of {text!r}, token "
-            f"{at} is {ours[at : at + 1]} here and {theirs[at : at + 1]} by its tokenizer.json; "
-            f"model {spec.name!r} names {_named(model, spec)!r}, which tito=auto would take"
-        ]
-    return []
-
-
-def _named(model: Any, spec: Spec) -> str:
-    """The handler that a model wants as it is configured."""
-    choose = getattr(model, "choose_tito", None)
-    return str(choose(spec.config) if choose else model.tito)
-
-
-# ---------------------------------------------------------------- between stages
 
 
 def _between(stages: Sequence[Stage]) -> list[str]:

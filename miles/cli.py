@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error.code, int) else USAGE
     except (ConfigError, PluginError) as error:
         _say(error)
-        return USAGE
+        return FAILED if type(error) is PluginError else USAGE  # that one is a bug of a plugin's
     except MilesError as error:
         _say(error)
         return FAILED

@@ -21,6 +21,7 @@ from miles.errors import (
     MilesError,
     PluginConflict,
     PluginError,
+    PluginLoadError,
     PluginNotFound,
     choices,
 )
@@ -212,9 +213,9 @@ class Registry:
     # ---------------------------------------------------------------- what was used
 
     def verify(self) -> None:
-        """Raise `PluginError` with every hook module and local file that could not be used."""
+        """Raise `PluginLoadError` with every hook module and local file that could not be used."""
         if self.broken:
-            raise PluginError("\n".join(error.detail for error in self.broken.values()))
+            raise PluginLoadError("\n".join(error.detail for error in self.broken.values()))
 
     def provenance(self) -> dict[str, Any]:
         """Versions of the distributions that offer something, SHA-256 of the local files."""

@@ -165,6 +165,21 @@ def test_environment_without_tasks_is_told(tmp_path, component):
     assert "environment 'mine': there are no training tasks" in found(*overrides)
 
 
+@pytest.mark.parametrize("raising", ["tasks", "check"])
+def test_bug_in_a_component_hides_no_other_fault_and_names_its_line(tmp_path, component, raising):
+    """`miles check` ended in a traceback."""
+    source = component.replace("return [Task", "return {}['gone'] and [Task")
+    if raising == "check":
+        source = component + """
+    @classmethod
+    def check(cls, config, planned):
+        return {}["gone"]
+"""
+    text = found(*local(tmp_path, source), "top_p=2")
+    assert "KeyError: 'gone'" in text and "top_p: 2.0 is above 1" in text
+    assert f"in {raising}" in text
+
+
 def test_environment_that_lies_about_its_protocol_is_told(tmp_path, component):
     overrides = local(tmp_path, component.replace("def tasks(", "async def tasks("))
     assert "tasks must not be a coroutine" in found(*overrides)

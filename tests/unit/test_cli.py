@@ -213,6 +213,22 @@ def test_interrupt_is_130(miles, monkeypatch):
     assert miles("check")[0] == 130
 
 
+def test_bug_of_a_plugin_is_1_and_names_its_line(miles, install):
+    """It was 2, as if the command had been wrong."""
+    hooks = """
+import miles
+
+@miles.hookimpl
+def miles_config_paths():
+    return {}["gone"]
+"""
+    install("w", {"miles": {"w": "w_hooks"}}, {"w_hooks.py": hooks})
+    code, _, err = miles("show")
+    assert code == 1
+    assert "plugin 'w' raised in miles_config_paths: KeyError: 'gone'" in err
+    assert "in miles_config_paths" in err and "Traceback" not in err
+
+
 def test_bug_is_1_with_its_traceback(miles, monkeypatch):
     monkeypatch.setattr("miles.check.check", lambda plan: 1 / 0)
     code, _, err = miles("check")
