@@ -17,6 +17,7 @@ __all__ = [
     "Claim",
     "Gpu",
     "engine_bytes",
+    "engines_apart",
     "gpus_here",
     "gpus_shown",
     "memory_here",
@@ -178,3 +179,10 @@ def places_here(planned: Any) -> bool:
     """Whether a planned stage's workers stand on this machine, seeing all of its GPUs; another
     runtime than `local` places and reserves."""
     return getattr(planned.specs.get("runtime"), "name", "local") == "local"
+
+
+def engines_apart(planned: Any) -> int:
+    """Engines that a planned stage starts, like those that train, only to evaluate."""
+    place = getattr(planned.built.get("evaluator"), "place", "rollout")
+    config = getattr(planned.specs.get("evaluator"), "config", {})
+    return int(config.get("workers", 1)) if place == "apart" else 0

@@ -5,7 +5,6 @@ Plain data: no tensor is read here and torch is never imported; modules are made
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,16 @@ from typing import Any, ClassVar, Literal
 
 from miles import ConfigError, Context, Decoder
 from miles_plugins.model import headers
+from miles_plugins.model.config_file import read_config
 from miles_plugins.model.templates import Signs, template_of
 
 __all__ = ["Dense"]
 
 _BYTES = Signs(tito="bytes", has=("macro listed(tools)", "'Tools:'", "<|im_start|>"))
 """The template that handler writes beside a random model."""
+_SHAPE = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+)  # fmt: skip
 
 
 class Dense:
@@ -145,12 +148,9 @@ class Dense:
                 f"model {self.family}: {path} does not exist; the directory holds "
                 f"{', '.join(held) or 'nothing'}"
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"model {self.family}: {path} is not JSON: {error}") from error
-        if not isinstance(found, dict) or not self.matches(found):
-            other = found.get("model_type") if isinstance(found, dict) else None
+        found = read_config(path, f"model {self.family}", _SHAPE)
+        if not self.matches(found):
+            other = found.get("model_type")
             raise ConfigError(
                 f"model {self.family}: {path} has model_type {other!r}, not {self.family!r}"
             )
@@ -205,7 +205,7 @@ class Dense:
 
     def decoder(self) -> Decoder:
         """Shape for the embedded engine. Raises `ConfigError` naming what it cannot run."""
-        hf = self.hf_config()
+        hf = {name: value for name, value in self.hf_config().items() if value is not None}
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         refusals = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from miles import ConfigError, Context, Decoder
+from miles_plugins.model.config_file import read_config
 from miles_plugins.model.templates import GENERIC, Signs, handler_for
 
 __all__ = [
@@ -91,12 +92,9 @@ class Checkpoint:
         if self._hf is None:
             directory = self.directory()
             path = Path(str(directory)) / "config.json"
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"model {self.name}: {path} cannot be read: {error}") from error
-            if not isinstance(found, dict) or not self.matches(found):
-                other = found.get("model_type") if isinstance(found, dict) else None
+            found = read_config(path, f"model {self.name}")
+            if not self.matches(found):
+                other = found.get("model_type")
                 known = ", ".join(self.families) or "a type that transformers knows"
                 raise ConfigError(
                     f"model {self.name}: {path} has model_type {other!r}, not {known}"

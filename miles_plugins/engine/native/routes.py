@@ -24,6 +24,7 @@ __all__ = ["Native", "listening"]
 
 _OPEN = ("/health", "/ping")
 _LARGEST = 64 << 20  # bytes of a body: millions of token ids
+_DIGITS = 18  # of a version: what 64 bits hold
 _STOP_S = 5.0
 
 
@@ -233,12 +234,13 @@ class Native:
     async def _update(self, http: web.Request) -> web.Response:
         body = await _body(http)
         version = body.get("weight_version")
-        if version is None:  # then it stays, as SGLang's does; weights as loaded are 0
-            version = max(0, await self.engine.version())
-        if not str(version).isdecimal():
-            return _error(400, f"weight_version is {version!r}; it must be a number of steps")
+        told = "0" if version is None else str(version)
+        if not told.isdecimal() or len(told) > _DIGITS:
+            return _error(400, f"weight_version is {told[:80]!r}; it must be a number of steps")
         directory = Path(str(body.get("model_path") or ""))
         async with self._turn:
+            if version is None:  # then it stays, as SGLang's does; weights as loaded are 0
+                version = max(0, await self.engine.version())
             try:
                 await self.engine.load_directory(int(version), directory)
             except WeightSyncError as error:

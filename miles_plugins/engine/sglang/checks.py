@@ -24,6 +24,7 @@ from miles import (
     Gpu,
     Spec,
     engine_bytes,
+    engines_apart,
     gpus_here,
     memory_here,
     places_here,
@@ -138,7 +139,7 @@ def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
         return []
     local = places_here(planned)
     each, trainer = command.devices(config), planned.specs.get("trainer")
-    sampling, evaluating = config.workers * each, _fleet(planned) * each if local else 0
+    sampling, evaluating = config.workers * each, engines_apart(planned) * each if local else 0
     ranks = int(trainer.config.get("workers", 1)) if isinstance(trainer, Spec) else 0
     wanted, middle = ranks + sampling + evaluating, config.first_gpu + sampling
     enough = f"engine.first_gpu={ranks}" if len(gpus) >= wanted else f"{wanted} GPUs"
@@ -261,7 +262,7 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         python = config.python or sys.executable
         if fault := sources.own_head(python, config.environment, model.hf_config()):
             yield fault
-    servers = config.workers + _fleet(planned)
+    servers = config.workers + engines_apart(planned)
     runtime = planned.specs.get("runtime")
     if isinstance(runtime, Spec) and runtime.name != "local":
         yield from _placed_faults(config, runtime)  # it knows which machines there are
@@ -333,12 +334,3 @@ def _gpu_faults(config: Any, gpus: Sequence[Gpu], servers: int) -> Iterator[str]
             f"{servers} servers of {each} GPUs from GPU {config.first_gpu} on need {wanted} GPUs, "
             f"and there are {len(gpus)}"
         )
-
-
-def _fleet(planned: Any) -> int:
-    """Servers of an evaluation fleet, which are started like those that train."""
-    spec = planned.specs.get("evaluator")
-    place = getattr(planned.built.get("evaluator"), "place", "rollout")
-    if not isinstance(spec, Spec) or place != "apart":
-        return 0
-    return int(spec.config.get("workers", 1))

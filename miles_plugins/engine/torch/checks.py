@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miles import Claim, engine_bytes, gpus_here, memory_here, places_here
+from miles import Claim, engine_bytes, engines_apart, gpus_here, memory_here, places_here
 
 __all__ = ["LONGEST", "check", "claims", "faults"]
 
@@ -27,21 +27,23 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
 
 
 def claims(cls: type, config: Any, planned: Any) -> list[Claim]:
-    """All of them are on the first GPU, unless a runtime gives each its own."""
+    """All of them are on the first GPU, unless a runtime gives each its own; beside them those that
+    only evaluate, which never sleep."""
     del cls
     if config.device != "cuda" or not gpus_here():
         return []
-    local = places_here(planned)
-    return [
-        Claim(
-            who="engines",
-            gpus=range(1 if local else config.workers),
-            bytes=(config.workers if local else 1) * engine_bytes(planned),
-            what=_what(planned),
-            releases=True,
-            apart="runtime=ray, which gives every worker GPUs of its own",
+    local, each = places_here(planned), engine_bytes(planned)
+    about = {
+        "what": _what(planned),
+        "apart": "runtime=ray, which gives every worker GPUs of its own",
+    }
+    gpus, copies = range(1 if local else config.workers), config.workers if local else 1
+    found = [Claim(who="engines", gpus=gpus, bytes=copies * each, releases=True, **about)]
+    if local and (fleet := engines_apart(planned)):
+        found.append(
+            Claim(who="evaluation engines", gpus=gpus, bytes=fleet * each, releases=False, **about)
         )
-    ]
+    return found
 
 
 def _what(planned: Any) -> str:
@@ -77,8 +79,8 @@ def faults(config: Any, decoder: Any) -> list[str]:
 
 def _lacking(config: Any, planned: Any) -> Iterator[str]:
     """On this machine; under another runtime only of GPUs as large as those here."""
-    room, where, copies = memory_here(), "this machine's memory is", config.workers
-    local = places_here(planned)
+    room, where, local = memory_here(), "this machine's memory is", places_here(planned)
+    copies = config.workers + engines_apart(planned)
     gpus = gpus_here() if config.device == "cuda" else []
     if not gpus and not local:
         return

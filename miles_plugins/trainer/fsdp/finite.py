@@ -49,7 +49,8 @@ def norm_or_skip(
     masters.scale_gradients(scale.on_gradients)
     norm = masters.norm()
     if math.isfinite(norm):
-        scale.follow(finite=True)
+        if norm or any(losses.values()):  # or there was nothing to learn, which tells of no scale
+            scale.follow(finite=True)
         if metrics:
             metrics["trainer/skipped_steps"] = 0.0
         return norm, {**metrics, "grad_norm": norm}, ()

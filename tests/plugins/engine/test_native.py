@@ -119,6 +119,33 @@ def test_served_engine_answers_prompt_logprobs_with_samples_and_updates_without_
     asyncio.run(play())
 
 
+def test_update_without_a_version_keeps_that_of_an_update_before_it(served, checkpoints):
+    """It took the version that was served when it was asked, and undid one that was under way."""
+
+    async def play():
+        async with served() as (client, engine):
+            await client.load_directory(7, checkpoints[0])
+            begun, load = asyncio.Event(), engine.load_directory
+
+            async def slowly(version, directory):
+                begun.set()
+                await asyncio.sleep(0.2)
+                await load(version, directory)
+
+            engine.load_directory = slowly
+            ask = partial(client._http.ask, "POST", "/update_weights_from_disk")
+            body = {"model_path": str(checkpoints[1])}
+            under_way = asyncio.create_task(ask({**body, "weight_version": "9"}))
+            await begun.wait()
+            await ask(body)
+            await under_way
+            assert (await client._http.ask("GET", "/model_info"))["weight_version"] == "9"
+            with pytest.raises(EngineError, match="must be a number of steps"):
+                await ask({**body, "weight_version": "9" * 5000})
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
 def test_served_engine_is_updated_under_way_with_exact_spans(
     served, tiny, checkpoints, request_for, pause

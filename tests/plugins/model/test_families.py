@@ -119,6 +119,14 @@ def test_load_without_a_usable_directory_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         _make(Llama, **load).hf_config()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "head_dim": "x"}')
+    with pytest.raises(ConfigError, match=r"config\.json: head_dim is 'x', no whole number"):
+        _make(Llama, **load).hf_config()
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 8, "num_attention_heads": null}'
+    )
+    with pytest.raises(ConfigError, match=r"config\.json has no num_attention_heads"):
+        _make(Llama, **load).decoder()
     (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
     with pytest.raises(ConfigError, match="has model_type 'gemma', not 'llama'"):
         _make(Llama, **load).hf_config()

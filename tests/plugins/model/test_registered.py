@@ -1,6 +1,7 @@
 """Families that are registered for their checkpoints: which are whose, and what they refuse."""
 
 import json
+import re
 
 import pytest
 
@@ -96,6 +97,35 @@ def test_checkpoint_that_is_not_the_familys_is_refused(tmp_path, kind, words):
     path = "" if kind is None else str(tmp_path)
     with pytest.raises(ConfigError, match=words):
         Glm(Glm.Config(path=path), Context(directory=tmp_path)).hf_config()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', no whole number"),
+        ({"vocab_size": [1]}, "vocab_size is [1], no whole number"),
+        ({"text_config": []}, "text_config is [], no object"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', no object"),
+        ({"text_config": {"vocab_size": True}}, "text_config.vocab_size is True, no whole number"),
+        ({"num_experts": 10**30}, "num_experts is a number of more than 64 bits"),
+        ({"model_type": ["glm"]}, "model_type is ['glm'], no name"),
+    ],
+)
+def test_config_of_another_type_is_named_and_ends_no_check(tmp_path, config, words):
+    """`miles check` ended in a TypeError, AttributeError or OverflowError, far from the file."""
+    whole = {"model_type": "glm4_moe", **config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    path = str(tmp_path)
+    for family in (Glm, HuggingFace):
+        with pytest.raises(ConfigError, match=re.escape(f"config.json: {words}")):
+            family(family.Config(path=path), Context(directory=tmp_path)).hf_config()
+
+
+def test_sizes_that_some_families_have_one_a_layer_are_read(tmp_path):
+    config = {"model_type": "glm4_moe", "intermediate_size": [1, 2], "text_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = Glm(Glm.Config(path=str(tmp_path)), Context(directory=tmp_path))
+    assert made.hf_config() == config
 
 
 def test_template_is_found_wherever_tokenizers_keep_it(tmp_path):

@@ -145,6 +145,19 @@ def test_the_scale_grows_after_the_interval(make_trainer, make_batch, tokens):
     assert scales == [256.0, 256.0, 512.0, 512.0, 1024.0]
 
 
+def test_steps_that_learn_nothing_do_not_raise_the_scale(make_trainer, make_batch, tokens):
+    """After a while of equal rewards it had grown so far that the next gradients ended the run."""
+    tokens = replace(tokens, logprobs=None)
+    nll = make_batch().terms[0]
+    nothing = make_batch(replace(nll, weights=np.zeros_like(nll.weights)), tokens=tokens)
+    trainer = make_trainer(precision=Fp16.Config(scale_interval=1))
+    for _ in range(3):
+        metrics = trainer.step(nothing).metrics
+        assert (metrics["trainer/loss_scale"], metrics["grad_norm"]) == (65536.0, 0.0)
+    assert trainer.step(make_batch(tokens=tokens)).metrics["trainer/loss_scale"] == 65536.0
+    assert trainer.step(nothing).metrics["trainer/loss_scale"] == 131072.0
+
+
 def test_resume_continues_scale_and_counters_to_the_bit(make_trainer, make_batch, tokens, tmp_path):
     """Between a skipped step and one at which the scale grows, over a checkpoint and a sleep."""
     batch = make_batch(tokens=replace(tokens, logprobs=None))

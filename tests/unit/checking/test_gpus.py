@@ -89,6 +89,18 @@ def test_both_on_one_gpu_are_judged_together(said):
     assert "a rank's GPU has 100.0 GiB; take more trainer.workers" in fault
 
 
+def test_engines_that_only_evaluate_count_beside_the_others(said):
+    """They compute on the same GPU, never sleep, and nobody counted them."""
+    fleet = (*TORCH, "evaluator=fleet", "eval_every=1")
+    (fault,) = said(*fleet, gpus=1, gib=140)[0]
+    assert "and evaluation engines (weights in bfloat16: about 15.3 GiB) at once" in fault
+    (fault,) = said(*fleet, "placement=colocated", gpus=1, gib=130)[0]
+    assert "evaluation engines release nothing while the others work" in fault
+    assert said(*fleet, gpus=1, gib=160)[0] == []
+    (fault,) = said(*fleet, "trainer.optimizer_state=host", gpus=1, gib=20)[0]
+    assert "weights of 2 engine(s) take about 30.5 GiB in bfloat16" in fault
+
+
 def test_colocated_takes_turns_with_memory_where_both_release_it(said):
     turns = (*SGLANG, "placement=colocated")
     faults, (warning,) = said(*turns, gpus=1, gib=130)
