@@ -170,11 +170,14 @@ def test_bug_in_a_component_hides_no_other_fault_and_names_its_line(tmp_path, co
     """`miles check` ended in a traceback."""
     source = component.replace("return [Task", "return {}['gone'] and [Task")
     if raising == "check":
-        source = component + """
+        source = (
+            component
+            + """
     @classmethod
     def check(cls, config, planned):
         return {}["gone"]
 """
+        )
     text = found(*local(tmp_path, source), "top_p=2")
     assert "KeyError: 'gone'" in text and "top_p: 2.0 is above 1" in text
     assert f"in {raising}" in text

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from miles import KINDS, checkpoint
+from miles import KINDS, PluginError, PluginLoadError, checkpoint
 from miles.cli import main, selection
 from miles.composing.sweep import sweep
 from miles.plugins import Registry
@@ -213,20 +213,17 @@ def test_interrupt_is_130(miles, monkeypatch):
     assert miles("check")[0] == 130
 
 
-def test_bug_of_a_plugin_is_1_and_names_its_line(miles, install):
-    """It was 2, as if the command had been wrong."""
-    hooks = """
-import miles
+@pytest.mark.parametrize(("error", "code"), [(PluginError, 1), (PluginLoadError, 2)])
+def test_bug_of_a_plugin_is_1_and_one_that_cannot_be_used_is_2(miles, monkeypatch, error, code):
+    """A hook that raised in the middle of a run ended it with 2, as if the command had been
+    wrong."""
 
-@miles.hookimpl
-def miles_config_paths():
-    return {}["gone"]
-"""
-    install("w", {"miles": {"w": "w_hooks"}}, {"w_hooks.py": hooks})
-    code, _, err = miles("show")
-    assert code == 1
-    assert "plugin 'w' raised in miles_config_paths: KeyError: 'gone'" in err
-    assert "in miles_config_paths" in err and "Traceback" not in err
+    def raised(plan):
+        raise error("plugin 'w' raised in miles_step_finished: KeyError: 'gone'")
+
+    monkeypatch.setattr("miles.check.check", raised)
+    found, _, err = miles("check")
+    assert found == code and "miles: plugin 'w' raised" in err and "Traceback" not in err
 
 
 def test_bug_is_1_with_its_traceback(miles, monkeypatch):
