@@ -24,6 +24,8 @@ hypothesis.settings.register_profile("busy", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("busy")
 
 ASKED_FOR = ("slow", "bench", "sglang")
+SLOW_CONTRACTS = ("[transport-rdma-", "[environment-terminal-")
+"""Contract suites of seconds a test: a marker makes those, and none can be put on one of them."""
 
 
 class _Lost(logging.Handler):
@@ -71,8 +73,12 @@ def no_descriptors() -> Callable[[], AbstractContextManager[None]]:
     return without
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests of these marks unless `-m` chooses, or they are named one by one."""
+    for item in items:
+        if "keeps_its_contract" in item.name and any(part in item.name for part in SLOW_CONTRACTS):
+            item.add_marker("slow")
     if config.getoption("markexpr") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in ASKED_FOR)]

@@ -17,6 +17,7 @@ def test_run_takes_every_step_of_both_stages(tiny):
     assert stages == ["sft"] * 3 + ["grpo"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory", "disk_delta"])
 def test_run_in_float16_goes_on_through_steps_that_change_nothing(
     new_run, tiny_overrides, transport

@@ -295,6 +295,7 @@ def alive(pids, within):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_timeout_stops_the_agent_and_its_daemons(tmp_path):
     file = tmp_path / "pids"
     environment = make(command=python(FAMILY + "time.sleep(99)", str(file)), timeout_s=3.0)

@@ -81,6 +81,7 @@ def test_prompt_is_the_instruction_and_the_tool_is_a_shell_in_the_work_directory
     assert (played.metrics["tools/calls"], played.metrics["tools/errors"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_attempt_ends_with_its_turns_and_its_time(tmp_path):
     environment = make(FakeSandbox(), turns=2)
     played = play(environment, "count-words", "echo 1", "echo 2", "echo 3")

@@ -254,6 +254,7 @@ def test_timeout_kills_whatever_tries_to_get_away(shell, tmp_path) -> None:
     assert ended("4711")
 
 
+@pytest.mark.slow
 def test_background_process_goes_on_after_its_command(tmp_path) -> None:
     async def script(box):
         began = time.monotonic()

@@ -34,9 +34,12 @@ TRANSPORTS = {
     "nccl": (Nccl, {"bucket_bytes": SMALL, "backend": "gloo", "timeout_s": 10.0}),
     "rdma": (Rdma, {"bucket_bytes": 40_000, "protocol": "tcp"}),
 }
-every = pytest.mark.parametrize("name", TRANSPORTS)
+every = pytest.mark.parametrize(  # Mooncake's engine takes a second to start
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "rdma" else ()) for n in TRANSPORTS]
+)
 late = pytest.mark.parametrize(  # of NCCL's group the others are waited for
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "nccl" else ()) for n in TRANSPORTS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("nccl", "rdma") else ()) for n in TRANSPORTS],
 )
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate_size": 48}
 
