@@ -59,7 +59,7 @@ class ChildServer:
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[str]] = []
         self._url = ""
-        self._token = secrets.token_urlsafe(24)
+        self._token = secrets.token_hex(24)
         weakref.finalize(self, _stop, self._running)
 
     @property

@@ -26,7 +26,7 @@ def secret_in(path: Path) -> str:
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         made = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(made, "w") as file:
-            file.write(secrets.token_urlsafe(32))
+            file.write(secrets.token_hex(32))
         with suppress(FileExistsError):  # of another that starts at this moment
             os.link(new, path)  # whole, or not at all
         new.unlink()

@@ -37,7 +37,7 @@ class FakeServedSession:
         """`script` is a function, or the replies in order, the last of which is repeated."""
         self.key = key
         self.base_url = ""  # known once it is served
-        self.api_key = secrets.token_urlsafe(16)
+        self.api_key = secrets.token_hex(16)
         self.model = "fake"
         self.requests: list[dict[str, Any]] = []
         """Bodies as they came."""

@@ -141,7 +141,7 @@ class SessionServer:
                 sampling=self._sampling,
                 seed_of=lambda id: self._seeds.get(id, 0),  # of one just closed: it is refused next
                 model="policy",
-                admin_token=secrets.token_urlsafe(32),
+                admin_token=secrets.token_hex(32),
                 client_sampling=self._rules.client_sampling,
             )
             served = serve(app, self._rules.host, self._port)

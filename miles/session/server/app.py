@@ -52,7 +52,7 @@ def open_session(
 ) -> tuple[Session, str]:
     """Open a session for a client: the session, and its token. What stays with the session, also
     over a restart, is the token's digest. Raises as `Sessions.open`."""
-    token = secrets.token_urlsafe(32)
+    token = secrets.token_hex(32)
     return sessions.open(id=id, data={**(data or {}), _DIGEST: _digest(token)}), token
 
 

@@ -136,7 +136,7 @@ class Server:
                 raise ConfigError(f"engine sglang: {fault}; engine.port=0 takes a free one")
             time.sleep(_POLL_S)
         self.log = log
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_hex(24)  # no "-" in front, which SGLang would take for a flag
         said = {**note, "command": list(command), "environment": dict(environment)}
         record.write_text(json.dumps(said, indent=1))
         secret = record.with_suffix(".key.yaml")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,8 @@ def test_server_is_started_recorded_and_ended(python, around):
         assert words[1:3] == ["-m", "sglang.launch_server"]
         assert words[words.index("--tp-size") + 1] == "2"
         assert engine._server.key not in json.dumps(said)
+        # one in 64 began with "-": "argument --api-key: expected one argument"
+        assert re.fullmatch("[0-9a-f]{48}", engine._server.key)
         key = around.directory / "engines" / "sglang-0.key.yaml"
         assert key.stat().st_mode & 0o077 == 0
         assert engine._server.log.stat().st_mode & 0o077 == 0  # the server writes its key there
