@@ -51,7 +51,7 @@ def _has(folder: Path, config: Mapping[str, Any]) -> bool:
     """Draft layers by name, or by a number past that of the last layer."""
     text = config.get("text_config") or config
     layers = int(text.get("num_hidden_layers") or 1 << 30)
-    for name in _names(folder):
+    for name in map(str, _names(folder)):  # of a damaged file they may be anything
         at = _LAYER.search(name)
         if _SIGN.search(name) or (at is not None and int(at[1]) >= layers):
             return True

@@ -546,12 +546,15 @@ def test_check_refuses_drafts_inside_a_checkpoint_that_has_none(
     assert said(algorithm="NGRAM") == said() == []
 
 
-def test_check_of_drafts_survives_weights_that_are_pointers_of_git_lfs(tmp_path, python):
-    """It ended with a MemoryError: their first bytes say a length without sense."""
+def test_check_of_drafts_survives_files_that_hold_no_weights(tmp_path, python):
+    """Pointers of Git LFS, whose first bytes say a length without sense, ended in a MemoryError."""
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     (tmp_path / "model.safetensors").write_text(pointer)
     planned = _planned()
     planned.built = {"model": SimpleNamespace(hf_config=lambda: BIG, directory=lambda: tmp_path)}
+    (fault,) = checks.check(Sglang, _config(python, speculative={"algorithm": "NEXTN"}), planned)
+    assert "declares no draft layers" in fault
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [7, null]}')
     (fault,) = checks.check(Sglang, _config(python, speculative={"algorithm": "NEXTN"}), planned)
     assert "declares no draft layers" in fault
 
