@@ -38,7 +38,8 @@ def norm_or_skip(
     masters: Masters, scale: Scale, losses: Mapping[str, float], version: int
 ) -> tuple[float | None, dict[str, float], tuple[str, ...]]:
     """Unscale the gradients. Their global norm, or None when one of them overflowed on any rank;
-    metrics; and a warning where the step is to be skipped. The scale has followed either way.
+    metrics; and a warning where the step is to be skipped. The scale has followed, unless there was
+    nothing to learn.
 
     Every rank has to ask; a norm is one number for all, and so is whether it is finite. Raises
     `TrainerError` where the loss is not scaled, or its scale has fallen too far.
