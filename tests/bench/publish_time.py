@@ -26,6 +26,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -158,6 +159,11 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     runtime = registry.build(specs["runtime"], context)
     transport = registry.build(specs["transport"], context)
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {what}", file=sys.stderr, flush=True)
+
     try:
         both = [specs["model"], specs["precision"]]
         parts = [*both, specs["trainer"], specs["transport"]]
@@ -165,11 +171,13 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         trainer = Timed(await runtime.start("trainer", parts, context, world=world), spans)
         with children(engine_variables(args, specs["transport"].name)):
             parts = [*both, specs["engine"], specs["transport"]]
+            say("the trainer stands")
             engine = Timed(await runtime.start("engine", parts, context), spans)
-        rounds = [
-            await publish(transport, trainer, engine, version, spans, context)
-            for version in range(args.rounds)
-        ]
+        say("the engine's worker stands")
+        rounds = []
+        for version in range(args.rounds):
+            rounds.append(await publish(transport, trainer, engine, version, spans, context))
+            say(f"version {version}: {rounds[-1]}")
         gather = min([max(await trainer.call_all("sender.gather")) for _ in range(3)])
     finally:
         await runtime.stop()

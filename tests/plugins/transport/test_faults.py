@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from miles import ConfigError, Context, Gpu, Spec, WeightSyncError, process_identity
+from miles.learn.digest import contents
 from miles.testing import FakeHandle
 from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender
 from miles_plugins.transport.delta import DeltaReceiver
@@ -361,6 +362,7 @@ def test_gpu_memory_of_buckets_that_nobody_opened_is_freed(tmp_path):
 
     how = {"rank": 0, "bucket_bytes": 4000, "directory": tmp_path, "model": None}
     sender = IpcSender(OnGpu(), **how)
+    contents([torch.zeros(8, device="cuda")])  # its keys stay on the GPU
     before = torch.cuda.memory_allocated()
     for native in (False, True, True):
         slot, last = 0, False
