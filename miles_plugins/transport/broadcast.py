@@ -159,6 +159,12 @@ class BroadcastSender(Sending):
         self._begun[slot] = self._thread.submit(self._group.broadcast, part)
         return {}
 
+    async def begun(self, slot: int) -> None:
+        """Return when the bucket's broadcast has begun, which of NCCL's first one is when every
+        rank is there. Raises `WeightSyncError` when it was refused."""
+        if (begun := self._begun.get(slot)) is not None:
+            await asyncio.wrap_future(begun)
+
     def free(self, slot: int) -> None:
         """Wait for the bucket's broadcast."""
         begun = self._begun.pop(slot, None)

@@ -87,8 +87,7 @@ class Bucketed:
                 bucket = self.joined(answers)
                 if taking is not None:
                     await taking
-                work = everywhere(engines, self.name, "receiver.take", bucket)
-                taking = asyncio.create_task(work)
+                taking = asyncio.create_task(self.move(trainer, engines, bucket))
                 if bucket["last"]:
                     await taking
                     return dict(bucket["last"])
@@ -97,6 +96,12 @@ class Bucketed:
             if taking is not None:
                 taking.cancel()
                 await asyncio.gather(taking, return_exceptions=True)
+
+    async def move(
+        self, trainer: Handle, engines: Sequence[Handle], bucket: dict[str, Any]
+    ) -> None:
+        """Return when every engine has the bucket."""
+        await everywhere(engines, self.name, "receiver.take", bucket)
 
     def joined(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What receivers are told of a bucket, of what every rank said."""

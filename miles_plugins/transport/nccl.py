@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import ConfigError, Context, Engine, Handle, Trainer, gpus_here
+from miles import ConfigError, Context, Engine, Handle, Trainer, WeightSyncError, gpus_here
 from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere, same
 
@@ -154,6 +154,24 @@ class Nccl(Bucketed):
             offset += each["ranks"]
         await asyncio.gather(trainer.call("sender.join"), *joins)
         self._group = tuple(engines)
+
+    async def move(
+        self, trainer: Handle, engines: Sequence[Handle], bucket: dict[str, Any]
+    ) -> None:
+        """As `Bucketed.move`; where rank 0 could not send, receivers would wait for it, so that its
+        fault ends the publish. Raises `WeightSyncError`."""
+        try:
+            async with asyncio.timeout(self.config.timeout_s), asyncio.TaskGroup() as tasks:
+                tasks.create_task(trainer.call("sender.begun", bucket["slot"]))
+                tasks.create_task(super().move(trainer, engines, bucket))
+        except BaseExceptionGroup as faults:
+            raise faults.exceptions[0] from None
+        except TimeoutError:
+            names = [entry["name"] for entry in bucket["tensors"]]
+            raise WeightSyncError(
+                f"transport nccl: a bucket ({', '.join(names[:3])}) was not sent and taken within "
+                f"{self.config.timeout_s:g} s (transport.timeout_s)"
+            ) from None
 
     async def give_up(self, trainer: Handle, engines: Sequence[Handle]) -> None:
         """Leave the group as well: a broadcast that was cut short leaves it unusable."""

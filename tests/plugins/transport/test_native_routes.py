@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickletools
+import threading
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -233,5 +235,46 @@ def test_update_that_fails_before_the_first_write_leaves_the_old_version_running
             await sides.publish(2)
         (server,) = sides.servers
         assert (server.serving, server.state) == (1, "runs")
+
+    asyncio.run(play())
+
+
+def test_broadcast_that_rank_0_cannot_send_ends_the_publish_though_servers_still_wait(tmp_path):
+    """As when NCCL cannot connect: the server waits in its first broadcast, for minutes."""
+
+    async def play():
+        sides = Sides("nccl", tmp_path)
+        (server,), waits = sides.servers, threading.Event()
+        await sides.publish(1)
+        sender = sides.trainer.ranks[0]["sender"]
+
+        def refused(flat):
+            raise WeightSyncError("transport nccl: a broadcast was refused: unhandled system error")
+
+        sender._group.broadcast = refused
+        server.do_update_weights_from_distributed = lambda **body: waits.wait(30)
+        began = time.monotonic()
+        try:
+            with pytest.raises(WeightSyncError, match="refused: unhandled system error"):
+                await sides.publish(2)
+        finally:
+            waits.set()
+        assert time.monotonic() - began < 5
+        assert server.state == "broken"
+
+    asyncio.run(play())
+
+
+def test_bucket_that_a_server_never_takes_is_given_up_after_its_limit(tmp_path):
+    async def play():
+        sides = Sides("nccl", tmp_path, timeout_s=1.0)
+        (server,), waits = sides.servers, threading.Event()
+        server.do_update_weights_from_distributed = lambda **body: waits.wait(30)
+        try:
+            with pytest.raises(WeightSyncError, match=r"layer\.0\.weight.* within 1 s \(transport"):
+                await sides.publish(1)
+        finally:
+            waits.set()
+        assert server.state == "broken"
 
     asyncio.run(play())
