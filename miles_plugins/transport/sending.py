@@ -52,14 +52,14 @@ class Sending:
             self._outgoing.begin()
         taken, last = self._outgoing.take()
         answer: dict[str, Any] = {"tensors": [], "last": {}, "slot": slot}
-        if taken and self.writes:
-            entries = [entry for entry, _ in taken]
+        entries = [entry for entry, _ in taken] if self.writes else []
+        if entries:
             flat = self._bucket(slot, extent(entries), taken[0][1].device)
             self._outgoing.write(taken, flat)
-            answer["tensors"] = entries
-            answer |= self.sent(slot, flat, entries, native=native)
         if last:
             answer["last"] = self._outgoing.end() if self.writes else {"digest": ""}
+        if entries:  # after all else: what is sent may occupy the GPU until receivers are told
+            answer |= {"tensors": entries} | self.sent(slot, flat, entries, native=native)
         return answer
 
     @property

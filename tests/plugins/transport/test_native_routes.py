@@ -278,3 +278,22 @@ def test_bucket_that_a_server_never_takes_is_given_up_after_its_limit(tmp_path):
         assert server.state == "broken"
 
     asyncio.run(play())
+
+
+def test_nothing_is_asked_of_the_gpu_between_a_broadcast_and_telling_receivers(tmp_path):
+    """It spins until they take part, and what waits for the GPU to be idle would wait for ever."""
+    sender = Sides("nccl", tmp_path).trainer.ranks[0]["sender"]
+    order = []
+    sender.sent = lambda *args, **how: order.append("sent") or {}
+    for what in ("take", "write", "end"):
+
+        def noted(*args, what=what, call=getattr(sender._outgoing, what)):
+            order.append(what)
+            return call(*args)
+
+        setattr(sender._outgoing, what, noted)
+    slot, last = 0, {}
+    while not last:
+        last = sender.fill(slot % 2, not slot, True)["last"]
+        slot += 1
+    assert order == ["take", "write", "sent"] * (slot - 1) + ["take", "write", "end", "sent"]
