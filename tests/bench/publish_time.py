@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sglang_server
 
 from miles import Request, Sampling
 from miles.assemble import make_context
@@ -65,12 +66,16 @@ class Timed:
     def __init__(self, handle: Any, spans: dict[str, list[tuple[float, float]]]) -> None:
         self._handle, self._spans = handle, spans
         self.name, self.world = handle.name, handle.world
+        self.open: list[str] = []
+        """What has not ended."""
 
     @contextmanager
     def _timing(self, target: str):
         began = time.perf_counter()
+        self.open.append(target)
         try:
             yield
+            self.open.remove(target)
         finally:
             self._spans[PARTS.get(target, target)].append((began, time.perf_counter()))
 
@@ -176,7 +181,16 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         say("the engine's worker stands")
         rounds = []
         for version in range(args.rounds):
-            rounds.append(await publish(transport, trainer, engine, version, spans, context))
+            try:
+                async with asyncio.timeout(args.limit_s):
+                    each = await publish(transport, trainer, engine, version, spans, context)
+            except TimeoutError:
+                raise SystemExit(
+                    f"version {version} was not served within {args.limit_s:g} s; open are "
+                    f"{trainer.open} and {engine.open}; a server said last:\n"
+                    f"{sglang_server.tail(folder / 'logs' / 'sglang-0.log', 20)}"
+                ) from None
+            rounds.append(each)
             say(f"version {version}: {rounds[-1]}")
         gather = min([max(await trainer.call_all("sender.gather")) for _ in range(3)])
     finally:
@@ -265,6 +279,7 @@ def main() -> None:
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--engine-gpu", type=int, default=0, help="GPU of the engine worker")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for one publish")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(measure(args, Path(folder))), indent=1))
