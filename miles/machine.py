@@ -37,6 +37,8 @@ class Gpu:
     """Its model."""
     total: int
     """Bytes of memory; 0 where nobody says."""
+    uuid: str = ""
+    """Which one it is, as torch says it; empty where nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +73,25 @@ def gpus_here() -> list[Gpu]:
         return found
     if all(one.isdecimal() for one in given):
         return [found[int(one)] for one in given if int(one) < len(found)]
-    return found[: len(given)]
+    named = [
+        gpu for one in given for gpu in found if gpu.uuid and f"GPU-{gpu.uuid}".startswith(one)
+    ]
+    return named if len(named) == len(given) else found[: len(given)]
 
 
 def _listed() -> list[Gpu]:
-    ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    ask = ["nvidia-smi", "--query-gpu=name,memory.total,uuid", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        name, comma, size = line.rpartition(",")
-        if comma:  # a size may be `[N/A]`, where memory is the machine's
-            total = int(size) << 20 if size.strip().isdecimal() else 0
-            found.append(Gpu(name=name.strip(), total=total))
+        parts = [part.strip() for part in line.rsplit(",", 2)]
+        if len(parts) == 3:  # a size may be `[N/A]`, where memory is the machine's
+            name, size, uuid = parts
+            total = int(size) << 20 if size.isdecimal() else 0
+            found.append(Gpu(name=name, total=total, uuid=uuid.removeprefix("GPU-")))
     return found
 
 

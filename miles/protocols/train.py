@@ -67,8 +67,9 @@ class Engine(Protocol):
     `updating(version)`, of an engine whose own server takes weights on SGLang's routes: an async
     context manager, paused inside, that gives a channel: `post(path, body) -> reply`, raising
     `WeightSyncError` for a refusal, `end()` after the last write, `checksums() -> {tensor:
-    checksum}`, and `ranks`, how many tensor-parallel ranks the server has. Left without an error it
-    serves `version`; otherwise the old one, or nothing any more.
+    checksum}`, `ranks`, how many tensor-parallel ranks the server has, and `first_gpu`, which of
+    the GPUs that are shown there the first of them has. Left without an error it serves `version`;
+    otherwise the old one, or nothing any more.
     """
 
     samples: ClassVar[bool]

@@ -5,12 +5,13 @@ A handle is plain numbers and bytes as torch's storages give them; nothing is un
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from miles import Engine, WeightSyncError
+from miles import Engine, WeightSyncError, gpus_here
 from miles_plugins.transport.native import Native, handed_over
 from miles_plugins.transport.receiving import Receiving
 from miles_plugins.transport.sending import Sending
@@ -79,10 +80,14 @@ class IpcReceiver(Receiving):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, "ipc")
         self._opened: dict[str, torch.Tensor] = {}
+        self._gpus: list[str] | None = None  # UUIDs of those that are seen here, once asked for
 
     def memory(self, bucket: Mapping[str, Any]) -> torch.Tensor:
         """The bucket on this GPU, or rank 0's."""
-        chosen = nearest(bucket["handles"])
+        own = ""
+        if torch.cuda.is_available():
+            own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        chosen = nearest(bucket["handles"], own)
         key = repr((chosen["handle"], chosen["more"]))  # two buckets may lie in one allocation
         if key not in self._opened:
             if len(self._opened) > 1:  # one that was replaced by a larger one
@@ -91,9 +96,12 @@ class IpcReceiver(Receiving):
         return self._opened[key]
 
     async def hand_on(self, native: Native, bucket: Mapping[str, Any]) -> None:
-        """One handle a rank of the server: the bucket of the trainer rank beside it."""
-        handles = [h["native"] for h in bucket["handles"] if h]
-        payload = [handles[rank % len(handles)] for rank in range(native.ranks)]
+        """One handle a rank of the server: of the bucket on its own GPU, where there is one."""
+        if self._gpus is None:
+            self._gpus = [gpu.uuid for gpu in await asyncio.to_thread(gpus_here)]
+        own = self._gpus[native.first_gpu :][: native.ranks]
+        own += [""] * (native.ranks - len(own))
+        payload = [nearest(bucket["handles"], gpu)["native"] for gpu in own]
         body = {"serialized_named_tensors": payload, "load_format": "flattened_bucket"}
         await native.post("/update_weights_from_tensor", body | {"flush_cache": False})
 
@@ -114,13 +122,10 @@ def handle(flat: torch.Tensor) -> dict[str, Any]:
     return {"device": uuid, "handle": bytes(rest[0]), "more": [*rest, offset, flat.numel()]}
 
 
-def nearest(handles: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the buckets that hold the same, the one on this process's GPU, or the first."""
+def nearest(handles: list[dict[str, Any]], gpu: str) -> dict[str, Any]:
+    """Of the buckets that hold the same, the one on the GPU with this UUID, or the first."""
     present = [each for each in handles if each]
-    if torch.cuda.is_available():
-        own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        present.sort(key=lambda each: each["device"] != own)
-    return present[0]
+    return min(present, key=lambda each: each["device"] != gpu)
 
 
 def opened(shared: Mapping[str, Any]) -> torch.Tensor:

@@ -34,6 +34,8 @@ class Native:
         self._channel: Any = None
         self.ranks = 1
         """Tensor-parallel ranks of the server."""
+        self.first_gpu = 0
+        """Number of the GPU of its first rank."""
 
     async def begin(self, version: int) -> int:
         """Stop the server for an update to `version`; how many ranks it has."""
@@ -42,6 +44,7 @@ class Native:
         self._channel = await around.__aenter__()
         self._around = around
         self.ranks = int(self._channel.ranks)
+        self.first_gpu = int(self._channel.first_gpu)
         return self.ranks
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:

@@ -61,11 +61,12 @@ def test_machine_weights_take_the_bytes_of_their_type_or_of_what_they_are_quanti
 
 def test_machine_has_the_gpus_that_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
+    said = "echo 'NVIDIA H200, 143771, GPU-5dc2'\n" * 2
+    program.write_text(f"#!/bin/sh\n{said}")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    card = Gpu(name="NVIDIA H200", total=143771 << 20)
+    card = Gpu(name="NVIDIA H200", total=143771 << 20, uuid="5dc2")
     assert gpus_here() == [card, card] and gpus_shown() is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert gpus_here() == [card] and gpus_shown() == 1
@@ -80,13 +81,17 @@ def test_machine_has_the_gpus_that_are_shown(tmp_path: Path, monkeypatch: pytest
 def test_machine_counts_gpus_whose_size_nobody_says(tmp_path, monkeypatch):
     """The sizes are of those that are shown, in their order; unified memory has none."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'A, 80'\necho 'GB10, [N/A]'\necho 'C, 40'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'A, 80, GPU-1a'\necho 'GB10, [N/A], GPU-2b'\necho 'C, 40, GPU-2c'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,7")
     assert [(gpu.name, gpu.total >> 20) for gpu in gpus_here()] == [("C", 40), ("GB10", 0)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3156bd77")
     assert [gpu.name for gpu in gpus_here()] == ["A"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2c,GPU-1a")
+    assert [gpu.uuid for gpu in gpus_here()] == ["2c", "1a"]
     program.unlink()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for number in range(3):

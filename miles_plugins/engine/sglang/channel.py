@@ -22,7 +22,9 @@ _WRITES = ("/update_weights_from_tensor", "/update_weights_from_distributed")
 class Channel:
     """One server during one update to `version`."""
 
-    def __init__(self, http: Http, version: int, *, ranks: int, flush: bool, limit: float) -> None:
+    def __init__(
+        self, http: Http, version: int, *, ranks: int, first_gpu: int, flush: bool, limit: float
+    ) -> None:
         self._http = http
         self._version = version
         self._flush = flush
@@ -30,6 +32,8 @@ class Channel:
         self._session = False
         self.ranks = ranks
         """Tensor-parallel ranks of the server, each of which receives everything."""
+        self.first_gpu = first_gpu
+        """Number of the GPU of its first rank; the others have those after it."""
         self.touched = False
         """Some tensor may have been written: the old version is gone."""
 
@@ -78,5 +82,7 @@ async def opened(http: Http, version: int, *, flush: bool, limit: float) -> Chan
         )
     if int(info.get("pp_size") or 1) > 1:
         raise WeightSyncError("engine sglang: pipeline stages take weights by transport=disk only")
-    ranks = int(info.get("tp_size") or 1)
-    return Channel(http, version, ranks=ranks, flush=flush, limit=limit)
+    places = {
+        "ranks": int(info.get("tp_size") or 1), "first_gpu": int(info.get("base_gpu_id") or 0)
+    }  # fmt: skip
+    return Channel(http, version, flush=flush, limit=limit, **places)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from miles import Context, TrainerError, WeightsDiffer, WeightSyncError, WorkerError
+from miles import Context, Gpu, TrainerError, WeightsDiffer, WeightSyncError, WorkerError
 from miles.learn.digest import contents
 from miles.testing import FakeHandle
 from miles_plugins.transport.broadcast import Group
@@ -52,7 +52,7 @@ class Server:
 
     def __init__(self):
         self.weights, self.asked, self.serving, self.state = {}, [], -1, "runs"
-        self.group, self.loses, self.ranks = None, "", 1
+        self.group, self.loses, self.ranks, self.first_gpu = None, "", 1, 0
 
     @asynccontextmanager
     async def updating(self, version):
@@ -284,16 +284,41 @@ def test_nothing_is_asked_of_the_gpu_between_a_broadcast_and_telling_receivers(t
     """It spins until they take part, and what waits for the GPU to be idle would wait for ever."""
     sender = Sides("nccl", tmp_path).trainer.ranks[0]["sender"]
     order = []
+
+    def noted(what, call):
+        return lambda *args: order.append(what) or call(*args)
+
     sender.sent = lambda *args, **how: order.append("sent") or {}
     for what in ("take", "write", "end"):
-
-        def noted(*args, what=what, call=getattr(sender._outgoing, what)):
-            order.append(what)
-            return call(*args)
-
-        setattr(sender._outgoing, what, noted)
+        setattr(sender._outgoing, what, noted(what, getattr(sender._outgoing, what)))
     slot, last = 0, {}
     while not last:
         last = sender.fill(slot % 2, not slot, True)["last"]
         slot += 1
     assert order == ["take", "write", "sent"] * (slot - 1) + ["take", "write", "end", "sent"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "first", "taken"), [("01", 0, "ab"), ("01", 1, "ba"), ("1", 0, "ba"), ("", 0, "aa")]
+)
+def test_server_opens_the_buckets_of_trainer_ranks_on_its_own_gpus(
+    shown, first, taken, tmp_path, monkeypatch
+):
+    """The second server of a colocated run, or one that Ray shows its GPU alone, cannot always open
+    the first GPU's; a rank whose GPU nobody knows takes the first one."""
+    gpus = [Gpu(name="H200", total=0, uuid=f"gpu-{number}") for number in shown]
+    monkeypatch.setattr("miles_plugins.transport.handles.gpus_here", lambda: gpus)
+    server, paid = Server(), []
+    server.ranks, server.first_gpu = 2, first
+    server.do_update_weights_from_tensor = lambda serialized_named_tensors, **_: paid.extend(
+        serialized_named_tensors
+    )
+    receiver = Ipc(Ipc.Config(), Context(directory=tmp_path)).receiver(server)
+    handles = [{"device": f"gpu-{n}", "native": native} for n, native in enumerate("ab")]
+
+    async def play():
+        await receiver.begin(1, False)
+        await receiver.take({"tensors": [{"name": "w"}], "handles": [{}, *handles]})
+
+    asyncio.run(play())
+    assert "".join(paid) == taken

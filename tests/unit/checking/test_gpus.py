@@ -28,7 +28,7 @@ def said(monkeypatch, tmp_path):
 
     def look(*keys: str, gpus: int, gib: float = 141) -> tuple[list[str], list[str]]:
         (programs := tmp_path / "bin").mkdir(exist_ok=True)
-        line = f"echo 'NVIDIA H200, {int(gib * 1024)}'\n"
+        line = f"echo 'NVIDIA H200, {int(gib * 1024)}, GPU-0'\n"
         (smi := programs / "nvidia-smi").write_text("#!/bin/sh\n" + line * gpus)
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
