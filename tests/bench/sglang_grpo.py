@@ -8,9 +8,9 @@
 DIR holds a checkpoint, such as SmolLM2-135M-Instruct, for `smollm2_arithmetic`;
 `--agentic` is `calculator_agent` from nothing, every sampled turn a request to the session server.
 Words with `=` are overrides of the run. Layouts: `colocated` takes turns on GPU 0, weights by
-`ipc`; `disaggregated` has the trainer on GPU 0 and the server on GPU 1, weights by `nccl`;
-`shared` lets both work at once on GPU 0, weights by `disk`: asynchrony where there is one GPU. On a
-CPU weights move by `disk`.
+`ipc`; `disaggregated` has the trainer on GPU 0 and the server on GPU 1, weights by `nccl`; with
+`--ranks N` each side has N GPUs, the same ones or others; `shared` lets both work at once on GPU 0,
+weights by `disk`: asynchrony where there is one GPU. On a CPU weights move by `disk`.
 
 Limits: the run ends well within `--limit-s`; no token mismatch; for a checkpoint also: the mean
 difference between the log-probs of trainer and engine is at most 0.02 nats at every step (with
@@ -54,7 +54,7 @@ def words(args: argparse.Namespace, folder: Path) -> list[str]:
     cuda = args.device == "cuda"
     engine = sglang_server.keys(args)
     if cuda:
-        engine["first_gpu"] = 1 if args.layout == "disaggregated" else 0
+        engine["first_gpu"] = args.ranks if args.layout == "disaggregated" else 0
         engine["max_running"] = 256
     else:
         engine["max_running"] = 32
@@ -75,6 +75,9 @@ def words(args: argparse.Namespace, folder: Path) -> list[str]:
         if cuda:
             made += ["trainer.lr=1e-5", "trainer.micro_batch_tokens=16384"]
             made += ["trainer.activation_checkpointing=false", "evaluator.tasks=128"]
+    if args.ranks > 1:
+        made += [f"trainer.workers={args.ranks}"]
+        engine["workers"] = args.ranks
     made += [f"{head}engine=sglang", *sglang_server.override(f"{head}engine", engine)]
     made += [f"{head}max_lag={args.max_lag}", f"{head}steps={args.steps}"]
     return [*made, *args.overrides]
@@ -200,6 +203,7 @@ def judge(record: Record, args: argparse.Namespace) -> dict[str, Any]:
         },
         "engine_tokens_per_s": statistics.median(r.get("engine/tokens_per_s", 0) for r in steady),
         "layout": args.layout,
+        "ranks": args.ranks,
         "max_lag": args.max_lag,
     }
 
@@ -244,6 +248,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning")
     parser.add_argument(
         "--layout", choices=("colocated", "disaggregated", "shared"), default="colocated"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="of the trainer, and as many servers, on a GPU each"
     )
     parser.add_argument("--max-lag", type=int, default=0)
     parser.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
