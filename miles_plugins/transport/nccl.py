@@ -165,7 +165,8 @@ class Nccl(Bucketed):
                 tasks.create_task(trainer.call("sender.begun", bucket["slot"]))
                 tasks.create_task(super().move(trainer, engines, bucket))
         except BaseExceptionGroup as faults:
-            raise faults.exceptions[0] from None
+            first = faults.exceptions[0]
+            raise first from first.__cause__
         except TimeoutError:
             names = [entry["name"] for entry in bucket["tensors"]]
             raise WeightSyncError(
