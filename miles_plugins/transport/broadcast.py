@@ -20,11 +20,17 @@ import torch.distributed as dist
 
 from miles import Engine, WeightSyncError
 from miles_plugins.transport.native import Native
+from miles_plugins.transport.nccl import CUMEM
 from miles_plugins.transport.receiving import Receiving
 from miles_plugins.transport.sending import Sending
 from miles_plugins.transport.stream import extent
 
 __all__ = ["BroadcastReceiver", "BroadcastSender", "Group"]
+
+LEGACY = (
+    "without cuMem, NCCL passes memory by legacy handles, and broadcasts of more than 64 MB are "
+    "known to hang so on some machines with NVSwitch (NVIDIA/nccl issue 2024): transport.cumem=true"
+)
 
 
 class Group:
@@ -89,10 +95,13 @@ class Group:
         end = time.monotonic() + self._limit.total_seconds()
         while not event.query():
             if time.monotonic() > end:
-                raise WeightSyncError(
+                error = WeightSyncError(
                     f"transport nccl: a broadcast did not end within "
                     f"{self._limit.total_seconds():g} s (transport.timeout_s)"
                 )
+                if os.environ.get(CUMEM) == "0":
+                    error.add_note(LEGACY)
+                raise error
             time.sleep(0.0001)
 
     def leave(self) -> None:
@@ -254,9 +263,9 @@ class BroadcastReceiver(Receiving):
             await native.post("/update_weights_from_distributed", body)
         except WeightSyncError as error:
             if "NCCL error" in str(error):
-                own = os.environ.get("NCCL_CUMEM_ENABLE", "unset")
+                own = os.environ.get(CUMEM, "unset")
                 error.add_note(
-                    f"NCCL_CUMEM_ENABLE is {own} for the trainer (transport.cumem) and has to be "
+                    f"{CUMEM} is {own} for the trainer (transport.cumem) and has to be "
                     "the same for the server, where SGLang sets 0 unless it finds it set; "
                     "NCCL_DEBUG=INFO tells more in both logs"
                 )

@@ -17,9 +17,10 @@ from miles import ConfigError, Context, Engine, Handle, Trainer, WeightSyncError
 from miles_plugins.transport.bucketed import Bucketed, positive
 from miles_plugins.transport.calling import everywhere, same
 
-__all__ = ["Nccl"]
+__all__ = ["CUMEM", "Nccl"]
 
 CUMEM = "NCCL_CUMEM_ENABLE"
+"""What NCCL is told by whether its memory is CUDA's virtual memory."""
 
 
 class Nccl(Bucketed):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ import torch
 from miles import ConfigError, Context, Gpu, Spec, WeightSyncError, process_identity
 from miles.learn.digest import contents
 from miles.testing import FakeHandle
-from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender
+from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender, Group
 from miles_plugins.transport.delta import DeltaReceiver
 from miles_plugins.transport.disk import Disk
 from miles_plugins.transport.disk_delta import DiskDelta
@@ -335,6 +336,24 @@ def test_bucket_goes_before_anybody_has_come_to_receive_it(tmp_path):
     sender.finish()
     assert group.sent > 0
     sender.give_up()
+
+
+@pytest.mark.parametrize(("cumem", "hints"), [("0", 1), ("1", 0), (None, 0)])
+def test_broadcast_that_hangs_over_legacy_handles_says_what_may_help(cumem, hints, monkeypatch):
+    if cumem is None:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", cumem)
+    never = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: never)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    group = Group.__new__(Group)
+    group._limit, group.device = timedelta(seconds=0.05), torch.device("cuda")
+    work = SimpleNamespace(wait=lambda limit: True)
+    with pytest.raises(WeightSyncError, match=r"did not end within 0\.05 s") as raised:
+        group.wait(work)
+    notes = getattr(raised.value, "__notes__", [])
+    assert ["transport.cumem=true" in note for note in notes] == [True] * hints
 
 
 def test_uses_of_gpu_memory_by_handles_that_nobody_opened_end(tmp_path, monkeypatch):
