@@ -167,7 +167,7 @@ def _plugin_words(plugins: Any) -> None:
     listing.add_argument("--json", action="store_true", help="for programs")
     showing = _add(words, "show", _show_plugin, "one component: its keys, defaults and files")
     showing.add_argument("kind", choices=[*KINDS, "hook"], metavar="KIND", help="a kind, or hook")
-    showing.add_argument("name", metavar="NAME")
+    showing.add_argument("name", metavar="NAME", help="a name, or a local file: ./mine.py")
     checking = _add(words, "check", _check_plugins, "import plugins, and say what is wrong")
     checking.add_argument(
         "name", nargs="?", metavar="NAME", help="a distribution, a name, or a local file; or all"

@@ -90,7 +90,30 @@ def print_list(registry: Registry, *, kind: str | None, as_json: bool) -> None:
 
 
 def print_component(registry: Registry, kind: str, name: str) -> None:
-    """A component's docstring, keys with types, defaults and sentences, files, and origin."""
+    """A component's docstring, keys with types, defaults and sentences, files, and origin; of a
+    local file, each component of that kind that it offers.
+
+    Raises as `Registry.component`, and for a local file what is wrong with it, or `PluginNotFound`
+    when it offers none of that kind.
+    """
+    if not name.endswith(".py"):
+        _print_one(registry, kind, name)
+        return
+    registry = registry.with_files([name])
+    for entry, error in registry.broken.items():
+        if entry.local:
+            raise error
+    offered = [e for e in registry.entries if e.local and e.kind != "hook"]
+    chosen = [e.name for e in offered if e.kind == kind]
+    if not chosen:
+        there = ", ".join(f"{e.kind} {e.name}" for e in offered) or "no components"
+        raise PluginNotFound(f"local plugin {name} offers no {kind}; it offers {there}")
+    for index, each in enumerate(chosen):
+        print("\n" * bool(index), end="")
+        _print_one(registry, kind, each)
+
+
+def _print_one(registry: Registry, kind: str, name: str) -> None:
     from rich.console import Console  # a tenth of what listing may cost, so not at the top
     from rich.table import Table
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from miles.errors import PluginNotFound
+from miles.errors import PluginLoadError, PluginNotFound
 from miles.plugins import Registry
 from miles.registry import catalog
 
@@ -129,6 +129,32 @@ def test_component_without_keys_or_files_is_shown_all_the_same(
     said = capsys.readouterr().out
     assert "bare_mod:Words of bare 1.0" in said and "(no docstring)" in said
     assert "meaning" not in said
+
+
+def test_component_of_a_local_file_is_shown_like_an_installed_one(
+    component: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine := tmp_path / "mine.py").write_text(
+        f'{component}\nmiles_components = {{"environment": {{"words": Words, "more": Words}}}}\n'
+    )
+    catalog.print_component(Registry.load(), "environment", str(mine))
+    said = capsys.readouterr().out
+    assert f"environment words\nmiles_local_mine:Words of {mine} " in said
+    assert "Says a word." in said and "\n\nenvironment " in said
+    assert len([row for row in said.splitlines() if row.startswith("environment.word ")]) == 2
+    with pytest.raises(PluginNotFound) as caught:
+        catalog.print_component(Registry.load(), "engine", str(mine))
+    assert caught.value.detail == (
+        f"local plugin {mine} offers no engine; it offers environment more, environment words"
+    )
+
+
+def test_component_of_a_local_file_that_is_broken_says_what_is_wrong(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.py").write_text("import nothing_like_it\n")
+    with pytest.raises(PluginLoadError, match="No module named 'nothing_like_it'"):
+        catalog.print_component(Registry.load(), "environment", str(mine))
+    with pytest.raises(PluginNotFound, match="absent[.]py: there is no such file"):
+        catalog.print_component(Registry.load(), "environment", str(tmp_path / "absent.py"))
 
 
 def test_hook_shows_who_implements_it(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
