@@ -205,10 +205,10 @@ def _run(args: argparse.Namespace) -> int:
 
     plan = _plan(args)
     report = check(plan)
-    if report.faults:
-        raise ConfigError("\n".join(report.faults))
     for warning in report.warnings:
         print(f"miles: warning: {warning}", file=sys.stderr)
+    if report.faults:
+        raise ConfigError("\n".join(report.faults))
     from miles.run import execute
     from miles.simulate.keys import refuse_run
 

@@ -50,17 +50,19 @@ def _lengths(planned: Any, name: str, tasks: Sequence[Any]) -> list[str]:
     if limit is None:
         return []
     longest, task = 0, None
+    told = tuple(getattr(planned.built["environment"], "schemas", ()))
     for one in tasks:
-        prompt = one.prompt
-        size = len(tito.encode(prompt) if isinstance(prompt, str) else tito.render(prompt))
+        raw = one.prompt
+        size = len(tito.encode(raw) if isinstance(raw, str) else tito.render(raw, tools=told))
         if size > longest:
             longest, task = size, one
     room = planned.settings.max_new_tokens
     if task is None or longest + room <= limit:
         return []
+    tools = f", its {len(told)} tool{'s'[: len(told) != 1]} included," if told else ""
     return [
-        f"{name}: the prompt of task {task.id!r} has {longest} tokens, which with max_new_tokens "
-        f"({room}) do not fit {where} of {limit}"
+        f"{name}: the prompt of task {task.id!r}{tools} has {longest} tokens, which with "
+        f"max_new_tokens ({room}) do not fit {where} of {limit}; it takes {longest + room} at least"
     ]
 
 

@@ -145,6 +145,9 @@ class Environment(Protocol):
     Besides `tasks`, at least one depth: `episode(task, seed) -> Episode`; `async play(task, seed,
     tools) -> Trajectory`; `async rollout(task, tools) -> Group`. The deepest drives; it may use the
     one before through its tools.
+
+    Optional: `schemas`, the function schemas that each of its conversations offers to the model;
+    `miles check` counts them into the prompts.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:

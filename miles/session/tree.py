@@ -136,8 +136,8 @@ class Session:
         return () if node is None else node.tools
 
     def samples(self) -> tuple[Sample, ...]:
-        """One per kept leaf. Raises what made the session fail (`TokenMismatch`), and
-        `EpisodeError` when nothing was sampled."""
+        """One per kept leaf. Raises what made the session fail (`TokenMismatch`), and when nothing
+        was sampled `PromptTooLong`, if a prompt left no room, or `EpisodeError`."""
         return samples(self._leaves(), self._storage.columns)
 
     def trajectory(
@@ -157,7 +157,8 @@ class Session:
         if self.failure is not None:
             raise self.failure
         if not (leaves := kept_leaves(self._storage.nodes.values(), self.rules.keep)):
-            raise EpisodeError(f"session {self.id}: nothing was sampled that could be trained on")
+            kind = PromptTooLong if self.truncated else EpisodeError
+            raise kind(f"session {self.id}: nothing was sampled that could be trained on")
         return leaves
 
     @property

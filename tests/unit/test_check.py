@@ -154,6 +154,17 @@ def test_prompt_longer_than_the_context_is_told():
     assert "with max_new_tokens (251) do not fit the model's context of 256" in text
 
 
+def test_environment_whose_tools_do_not_fit_is_told_instead_of_failing_every_attempt():
+    report = check(compose(["environment=harness"]))
+    (fault,) = report.faults
+    assert "stage grpo: environment 'harness': the prompt of task" in fault
+    assert ", its 1 tool included, has 96 tokens, which with max_new_tokens (8) do not fit" in fault
+    assert fault.endswith("engine.max_len of 64; it takes 104 at least")
+    (warning,) = report.warnings
+    assert "`experiment=calculator_agent environment=harness` sets what they need" in warning
+    assert check(compose(["experiment=calculator_agent", "environment=harness"])).faults == ()
+
+
 def test_demonstrations_need_solutions(tmp_path, component):
     overrides = local(tmp_path, component.replace(", solution=self.config.word", ""))
     text = found(*overrides, "engine=demonstration", "algorithm=sft")

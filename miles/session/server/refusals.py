@@ -17,6 +17,7 @@ from miles.errors import (
     EpisodeError,
     GenerationAborted,
     MilesError,
+    PromptTooLong,
     RoutingError,
     SessionError,
     TokenMismatch,
@@ -68,6 +69,8 @@ def refusal(error: MilesError) -> Refusal:
         return Refusal(status=500, code="token_mismatch", message=error.detail)
     if isinstance(error, EngineError | RoutingError | GenerationAborted):
         return Refusal(status=502, code=error.reason, message=error.detail, again=True)
+    if isinstance(error, PromptTooLong):
+        return Refusal(status=400, code=error.reason, message=error.detail)
     if isinstance(error, EpisodeError):  # the handler has no words for these messages
         return Refusal(status=400, code="invalid_messages", message=error.detail)
     return Refusal(status=502, code=getattr(error, "reason", "failed"), message=error.detail)

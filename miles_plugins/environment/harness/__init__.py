@@ -42,6 +42,7 @@ from miles_plugins.environment.scoring import Scorer
 _WHERE = "environment harness"
 _EXIT_CODE = "exit_code"
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
+_CALL = 16  # tokens that a tool's call takes at least, in any markup
 _TOLD = 1500  # characters of an agent's standard error in messages
 _log = logging.getLogger(__name__)
 
@@ -119,14 +120,22 @@ class Harness:
 
     @classmethod
     def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
-        """Files that the command would look for in the empty folder it begins in."""
+        """Files that the command would look for in the empty folder it begins in, and the keys of
+        another experiment."""
+        found = []
+        if config.tasks == "calculator" and planned.settings.max_new_tokens < _CALL:
+            found.append(
+                f"{_WHERE}: max_new_tokens is {planned.settings.max_new_tokens}, too few for the "
+                "calculator's tasks; `experiment=calculator_agent environment=harness` sets what "
+                "they need"
+            )
         here = [w for w in config.command[1:] if not os.path.isabs(w) and Path(w).is_file()]
-        if config.cwd or not here:
-            return []
-        return [
-            f"{_WHERE}: command: {', '.join(map(repr, here))} is a file here, but each attempt "
-            "begins in an empty folder; set environment.cwd=. or give the whole path"
-        ]
+        if here and not config.cwd:
+            found.append(
+                f"{_WHERE}: command: {', '.join(map(repr, here))} is a file here, but each attempt "
+                "begins in an empty folder; set environment.cwd=. or give the whole path"
+            )
+        return found
 
     def __init__(self, config: Config, context: Context) -> None:
         if not config.command and config.agent not in context.agents:

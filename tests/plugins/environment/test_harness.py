@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from miles import ConfigError, Context, EpisodeError, EpisodeTimeout, Sampling, Tools
+from miles import ConfigError, Context, EpisodeError, EpisodeTimeout, Sampling, Settings, Tools
 from miles.session.conversation import SessionConversation
 from miles.testing import FakeEngine, fake_serve, tool_call
 from miles_plugins.engine.demonstration import Demonstration
@@ -237,7 +238,8 @@ def test_check_refuses_a_program_that_is_nowhere(tmp_path, monkeypatch):
 
 def test_check_warns_of_a_script_that_an_empty_folder_does_not_have(tmp_path, monkeypatch):
     def warnings(*command, **config):
-        return Harness.warnings(Harness.Config(command=command, **config), None)
+        planned = SimpleNamespace(settings=Settings(max_new_tokens=96))
+        return Harness.warnings(Harness.Config(command=command, **config), planned)
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").touch()

@@ -153,7 +153,7 @@ def test_component_of_a_local_file_that_is_broken_says_what_is_wrong(tmp_path: P
     (mine := tmp_path / "mine.py").write_text("import nothing_like_it\n")
     with pytest.raises(PluginLoadError, match="No module named 'nothing_like_it'"):
         catalog.print_component(Registry.load(), "environment", str(mine))
-    with pytest.raises(PluginNotFound, match="absent[.]py: there is no such file"):
+    with pytest.raises(PluginNotFound, match=r"absent\.py: there is no such file"):
         catalog.print_component(Registry.load(), "environment", str(tmp_path / "absent.py"))
 
 

@@ -542,6 +542,14 @@ def test_aborted_completion_is_not_stored():
         talk.samples()
 
 
+def test_session_whose_first_prompt_has_no_room_says_so_instead_of_that_nothing_was_sampled():
+    talk = session(max_tokens=2)
+    with pytest.raises(PromptTooLong):
+        talk.prompt([user("a")])
+    with pytest.raises(PromptTooLong, match="session s: nothing was sampled"):
+        talk.trajectory(reward=0.0)
+
+
 def test_prompt_is_committed_once():
     talk = session()
     prompt, _ = say(talk, [user("a")], "x")
