@@ -18,6 +18,7 @@ import numpy as np
 
 from miles.protocols import Handle
 from miles.records.ledger import Ledger
+from miles.records.notices import Notices
 from miles.records.tracking import Tracking
 from miles.types import Group
 from miles.workers.engines import Engines
@@ -45,6 +46,8 @@ class Shared:
     """Id of the next group."""
     evaluated: int = -1
     """Last version that was scored."""
+    notices: Notices = field(default_factory=Notices)
+    """What people are told once, however many steps it is true of."""
     handles: dict[str, tuple[Handle, Any]] = field(default_factory=dict)
     """Running workers by role, with what they were built for."""
     engines: Engines | None = None

@@ -283,7 +283,8 @@ class Evaluations:
             data.update(data.pop("metrics", {}))  # logged beside the score, `eval/<set>/<name>`
             if isinstance(result, Skipped):
                 data["skipped"] = data.pop("reason")
-                _log.warning("evaluation of version %d, %s: %s", step, result.set, result.reason)
+                what = f"evaluation of version {step}, {result.set}"
+                ground.shared.notices.warn(what, result.reason)
             ground.shared.tracking.moment("evaluated", {"step": step, **data, "lag_steps": lag})
             ground.hook.evaluated(step=step, result=result)
             ground.measure.evaluated(lag)

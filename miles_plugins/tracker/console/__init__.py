@@ -45,6 +45,7 @@ class Console:
         self._lock = threading.Lock()
         self._next_line = 0.0
         self._warned: dict[str, tuple[float, int]] = {}
+        self._skips: set[tuple[str, str]] = set()
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """Take one moment in; print what should not be missed."""
@@ -58,7 +59,7 @@ class Console:
         elif name == "step_finished":
             self._step()
         elif name == "evaluated":
-            self._say(evaluation(self._progress, data))
+            self._evaluated(data)
         elif name == "warned":
             self._warn(str(data["text"]))
         elif name == "run_finished":
@@ -88,9 +89,15 @@ class Console:
             self._say(step_line(self._progress))
             self._next_line = now + self._config.every_s
 
+    def _evaluated(self, data: Mapping[str, Any]) -> None:
+        if "skipped" in data:  # each reason once; the summary counts them
+            if (skip := (str(data["set"]), _kind(str(data["skipped"])))) in self._skips:
+                return
+            self._skips.add(skip)
+        self._say(evaluation(self._progress, data))
+
     def _warn(self, text: str) -> None:
-        # The same warning with other numbers every step is one warning.
-        kind = "".join(c for c in text if not c.isdigit())
+        kind = _kind(text)
         now = time.monotonic()
         last, hidden = self._warned.get(kind, (-float("inf"), 0))
         if now - last < self._config.every_s:
@@ -104,3 +111,8 @@ class Console:
             self._panel.print(text)
         else:
             print(text, file=sys.stdout, flush=True)
+
+
+def _kind(text: str) -> str:
+    """What the same text with other numbers is as well."""
+    return "".join(c for c in text if not c.isdigit())

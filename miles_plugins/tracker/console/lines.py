@@ -95,8 +95,7 @@ def summary(progress: Progress) -> str:
     where = f" at step {progress.step}" if progress.stage or progress.step else ""
     lines = [f"run {progress.outcome} after {duration(progress.elapsed_s)}{where}"]
     for name, results in progress.evaluations.items():
-        course = " → ".join(r if isinstance(r, str) else f"{r:.3f}" for _, r in _ends(results))
-        lines.append(f"  {name}: {course}")
+        lines.append(f"  {name}: {_course([result for _, result in results])}")
     if progress.reward_ends is not None:
         first, last = progress.reward_ends
         lines.append(f"  reward in {progress.stage}: {first:.3f} → {last:.3f}")
@@ -113,5 +112,11 @@ def drops(progress: Progress) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in progress.drops.most_common())
 
 
-def _ends(results: Sequence[tuple[int, float | str]]) -> Sequence[tuple[int, float | str]]:
-    return results if len(results) <= 6 else [*results[:3], (0, "…"), *results[-2:]]
+def _course(results: Sequence[float | str]) -> str:
+    """Scores of a set, and how many of its evaluations were skipped."""
+    scores = [f"{result:.3f}" for result in results if not isinstance(result, str)]
+    skips = [result for result in results if isinstance(result, str)]
+    said = [" → ".join(scores if len(scores) <= 6 else [*scores[:3], "…", *scores[-2:]])]
+    if skips:
+        said.append(f"skipped {len(skips)} of {len(results)}, the last: {skips[-1]}")
+    return "; ".join(filter(None, said))

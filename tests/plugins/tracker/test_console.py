@@ -73,7 +73,7 @@ def test_console_prints_plain_lines_where_there_is_no_terminal(
     assert out[3].startswith("[00:00] grpo 4/4  reward 0.500  policy -0.010  mismatch max 3.0e-06")
     assert out[4] == "[00:00] heldout at step 14: 0.750 ± 0.038 (128 samples)"
     assert out[5] == "run finished after 01:05 at step 14"
-    assert out[6] == "  heldout: no tasks → 0.750"
+    assert out[6] == "  heldout: 0.750; skipped 1 of 2, the last: no tasks"
     assert "  dropped groups in grpo: zero_variance 8" in out
     assert "  4 warnings, the last: mismatch 4 over its budget" in out
     assert out[-1] == "  runs/x"
@@ -142,6 +142,24 @@ def test_progress_estimates_the_time_left_from_recent_steps() -> None:
         time.sleep(0.02)
         progress.take("step_finished", {"step": i, "stage_step": i})
     assert progress.left_s == pytest.approx(97 * 0.02, rel=0.5)
+
+
+def test_skipped_evaluations_say_each_reason_once_and_are_counted_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every skip was a line, and the summary a row of reasons."""
+    tracker = make(live="never")
+    tracker.moment("run_started", {"directory": "runs/x", "name": "x", "stages": [], "steps": {}})
+    for step in range(1, 5):
+        reason = f"overflow: version {step - 1} is not scored yet" if step < 4 else "no tasks"
+        tracker.moment("evaluated", {"step": step, "set": "all", "skipped": reason})
+    tracker.moment("run_finished", {"outcome": "finished", "directory": "runs/x", "seconds": 3.0})
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in out if "at step" in line] == [
+        "[00:00] all at step 1: skipped, overflow: version 0 is not scored yet",
+        "[00:00] all at step 4: skipped, no tasks",
+    ]
+    assert "  all: skipped 4 of 4, the last: no tasks" in out
 
 
 def test_summary_of_a_resume_with_nothing_left_to_do_says_where_the_run_is(

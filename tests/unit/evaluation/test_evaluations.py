@@ -18,6 +18,7 @@ from miles.buffer import Buffer
 from miles.errors import BufferStarved, WorkerError
 from miles.evaluation.evaluations import Evaluations, Snapshots, Watched, score_directory
 from miles.records.measure import Measure
+from miles.records.notices import Notices
 from miles.testing import make_group
 
 
@@ -77,7 +78,8 @@ class Ground:
         self.timing = self.measure.timing
         self.rows: list[dict[str, Any]] = []
         self.shared = SimpleNamespace(
-            tracking=SimpleNamespace(moment=lambda name, data: self.rows.append(data))
+            tracking=SimpleNamespace(moment=lambda name, data: self.rows.append(data)),
+            notices=Notices(),
         )
         self.hook = SimpleNamespace(evaluated=lambda **data: None)
         self.served = (0,)
@@ -257,6 +259,25 @@ def test_no_failure_of_an_evaluation_gets_out(
         assert any(reason in r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
 
     run(main)
+
+
+def test_the_reason_of_skipped_evaluations_is_told_to_people_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        ground = Ground(evaluator := Evaluator(place="apart", snapshots=1), tmp_path)
+        evaluator.gate.clear()
+        for version in range(4):
+            await ground.step(version)
+        assert [step for step, _ in ground.said] == [1, 2, 3]  # all are recorded
+        evaluator.gate.set()
+        await ground.evaluations.close()
+
+    run(main)
+    told = [r for r in caplog.records if "overflow: snapshots is 1" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.WARNING, logging.INFO, logging.INFO]
 
 
 # ---------------------------------------------------------------- from snapshots
