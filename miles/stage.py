@@ -194,7 +194,7 @@ class Stage:
         try:
             return await probe(groups, version, engines.score)
         except (WorkerError, EngineError) as error:
-            log.warning("no mismatch probe in step %d: %s", version + 1, error)
+            self.shared.notices.warn(f"no mismatch probe in step {version + 1}", str(error))
             return None
 
     async def send_weights(self) -> Receipt | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,6 +162,24 @@ def test_stage_probes_engines_beside_the_passes_unless_they_sleep_then(
     assert batch.probe is not None and len(batch.probe.tokens) == 3
     wanted = {"split": ["asked", "pass", "answered"], "colocated": ["asked", "answered", "pass"]}
     assert sorted(told[:2]) == sorted(wanted[placement][:2]) and told[2] == wanted[placement][2]
+
+
+def test_stage_without_a_mismatch_probe_says_why_once_instead_of_at_every_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def score(tokens: Any) -> Any:
+        raise EngineError("engine sglang: temperature is 0.6")
+
+    caplog.set_level(logging.INFO)
+    stage = made(tmp_path)
+    stage.engines.score = score  # type: ignore[union-attr]
+    for version in range(3):
+        stage.trainer.version = stage.buffer.trainer_version = version
+        stage.buffer.published(version)
+        assert asyncio.run(stage._probe([one_group()])) is None
+    said = [r for r in caplog.records if "no mismatch probe in step" in r.getMessage()]
+    assert [r.levelno for r in said] == [logging.WARNING, logging.INFO, logging.INFO]
+    assert said[2].getMessage().endswith("in step 3: engine sglang: temperature is 0.6")
 
 
 def test_stage_recovers_an_engine_whose_own_server_is_not_well(tmp_path: Path) -> None:
