@@ -29,7 +29,8 @@ class Jsonl:
     the epoch), `step` once known, and the moment's own values; an evaluation's are named as in the
     metrics table (`eval/<set>/score`). Numbers that are not finite are written as null. A resumed
     run first removes what came after the step it continues from, and adds that step as it was at
-    its checkpoint where it is missing: every step is there once.
+    its checkpoint where it is missing: every step is there once, and so is an evaluation that is
+    made again.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,14 @@ class Jsonl:
         self._path = context.directory / config.file
         self._file: BinaryIO | None = None
         self._step: int | None = None
-        self._resumed_told = False  # whether the step that the run continues from is there
+        self._told: set[tuple[Any, ...]] = set()  # rows of before a resume
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """Append one line. Raises `RunError` when it cannot be written."""
-        if name in _SKIPPED_MOMENTS or (name == "step_restored" and self._resumed_told):
+        if name in _SKIPPED_MOMENTS:
             return
+        again = name in ("step_restored", "evaluated")  # what a resumed run may tell again
         name = "step_finished" if name == "step_restored" else name
         try:
             if data.get("resumed") is not None:
@@ -60,9 +62,9 @@ class Jsonl:
                 self._step = data.get("step", self._step)
             at = data.get("step", self._step)
             step = {} if at is None else {"step": at}
-            self._append(
-                {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
-            )
+            line = {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
+            if not (again and _row(line) in self._told):
+                self._append(line)
         except OSError as error:
             message = f"tracker jsonl: cannot write {self._path}: {error.strerror}"
             raise RunError(message) from error
@@ -90,8 +92,7 @@ class Jsonl:
                 torn_or_later = True
                 continue
             kept.append(line)
-            if (found.get("moment"), found.get("step")) == ("step_finished", version):
-                self._resumed_told = True
+            self._told.add(_row(found))
         if not torn_or_later:
             return
         self.close()
@@ -110,6 +111,12 @@ def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
             for k, v in data.items()
         }
     return {k: v for k, v in data.items() if k not in _SKIPPED_KEYS}
+
+
+def _row(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes a line another one than those before."""
+    why = line.get(f"eval/{line.get('set')}/skipped")
+    return line.get("moment"), line.get("step"), line.get("set"), why
 
 
 def _lines(path: Path) -> Iterator[bytes]:

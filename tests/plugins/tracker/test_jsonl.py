@@ -86,6 +86,27 @@ def test_jsonl_resumed_run_has_every_step_once(tmp_path: Path, torn: str) -> Non
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_jsonl_resumed_run_writes_an_evaluation_that_was_recorded_already_once(
+    tmp_path: Path,
+) -> None:
+    """Its checkpoint is older than its score, so that it is scored again."""
+    tracker = make(tmp_path)
+    run(tracker, 0, 4)
+    tracker.moment("evaluated", {"step": 4, "set": "other", "skipped": "timeout"})
+    tracker.close()
+    tracker = make(tmp_path)
+    tracker.moment("run_started", {"resumed": 4})
+    for name, result in (("heldout", {"score": 0.5}), ("other", {"score": 0.75})):
+        tracker.moment("evaluated", {"step": 4, "set": name, **result})
+    tracker.moment("evaluated", {"step": 4, "set": "other", "skipped": "timeout"})
+    tracker.moment("step_finished", {"step": 5})
+    tracker.close()
+    rows = [x for x in lines(tmp_path) if x["moment"] == "evaluated" and x["step"] == 4]
+    assert [(x["set"], x.get("eval/other/score")) for x in rows] == [
+        ("heldout", None), ("other", None), ("other", 0.75),
+    ]  # fmt: skip
+
+
 def test_jsonl_next_stage_forgets_nothing(tmp_path: Path) -> None:
     tracker = make(tmp_path)
     run(tracker, 0, 3)
