@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ __all__ = [
     "Gpu",
     "engine_bytes",
     "engines_apart",
+    "gpu_room",
     "gpus_here",
     "gpus_shown",
     "memory_here",
@@ -77,6 +78,14 @@ def gpus_here() -> list[Gpu]:
         gpu for one in given for gpu in found if gpu.uuid and f"GPU-{gpu.uuid}".startswith(one)
     ]
     return named if len(named) == len(given) else found[: len(given)]
+
+
+def gpu_room(gpus: Sequence[Gpu], places: Iterable[int] | None = None) -> int:
+    """Bytes of the smallest of these GPUs, or of those of them at `places`; 0 where nobody can
+    tell. Places are counted as `nvidia-smi` lists them, which CUDA does under
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID` or where all are alike."""
+    chosen = gpus if places is None else [gpus[i] for i in places if i < len(gpus)]
+    return min((gpu.total for gpu in chosen), default=0)
 
 
 def _listed() -> list[Gpu]:

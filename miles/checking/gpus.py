@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.machine import Claim, gpus_here
+from miles.machine import Claim, gpu_room, gpus_here
 from miles.protocols import Spec
 from miles.registry import schema
 
@@ -29,9 +29,11 @@ def same_gpus(planned: Any, registry: Any) -> tuple[list[str], list[str]]:
     both = {gpu: there for gpu in trainer.gpus if (there := [c for c in theirs if gpu in c.gpus])}
     if not both:
         return [], []
+    here = gpus_here()
+    rooms = {gpu: gpu_room(here, None if reserves else [gpu]) for gpu in both}
     if colocated:
-        return _fit(trainer, both, in_turns=True)
-    faults, _ = _fit(trainer, both, in_turns=False)
+        return _fit(trainer, both, rooms, in_turns=True)
+    faults, _ = _fit(trainer, both, rooms, in_turns=False)
     engines, lag = next(iter(both.values()))[0], planned.settings.max_lag
     turns = "placement=colocated" + (f" and max_lag=0 (it is {lag})" if lag else "")
     return faults, [
@@ -51,12 +53,12 @@ def _claims(kind: str, planned: Any, registry: Any) -> list[Claim]:
 
 
 def _fit(
-    trainer: Claim, both: dict[int, list[Claim]], *, in_turns: bool
+    trainer: Claim, both: dict[int, list[Claim]], rooms: dict[int, int], *, in_turns: bool
 ) -> tuple[list[str], list[str]]:
-    """Whether the fullest of the shared GPUs has room: for all at once, or when they take turns for
-    whoever works and those who do not release theirs meanwhile."""
-    room = min((gpu.total for gpu in gpus_here()), default=0)
-    gpu, theirs = max(both.items(), key=lambda item: sum(c.bytes for c in item[1]))
+    """Whether the shared GPU with the least to spare has room: for all at once, or when they take
+    turns for whoever works and those who do not release theirs meanwhile."""
+    gpu = max(both, key=lambda gpu: sum(c.bytes for c in both[gpu]) - rooms[gpu])
+    room, theirs = rooms[gpu], both[gpu]
     engines = sum(claim.bytes for claim in theirs)
     whole = trainer.bytes + engines
     if max(trainer.bytes, engines) > room or whole <= room:  # alone, it is told by whose it is

@@ -25,6 +25,7 @@ from miles import (
     Spec,
     engine_bytes,
     engines_apart,
+    gpu_room,
     gpus_here,
     memory_here,
     places_here,
@@ -267,7 +268,8 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     if isinstance(runtime, Spec) and runtime.name != "local":
         yield from _placed_faults(config, runtime)  # it knows which machines there are
         if config.device == "cuda":
-            yield from _gpu_memory(config, planned, gpus_here())  # as if others had GPUs like these
+            # as if others had GPUs like these
+            yield from _gpu_memory(config, planned, gpu_room(gpus_here()))
         return
     if config.port:
         for port in range(config.port, config.port + servers):
@@ -276,7 +278,8 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
     if config.device == "cuda":
         gpus = gpus_here()
         yield from _gpu_faults(config, gpus, servers)
-        yield from _gpu_memory(config, planned, gpus)
+        end = config.first_gpu + servers * command.devices(config)
+        yield from _gpu_memory(config, planned, gpu_room(gpus, range(config.first_gpu, end)))
         return
     need, room = engine_bytes(planned), memory_here()
     if need > room > 0:
@@ -285,10 +288,10 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         )
 
 
-def _gpu_memory(config: Any, planned: Any, gpus: Sequence[Gpu]) -> Iterator[str]:
+def _gpu_memory(config: Any, planned: Any, each: int) -> Iterator[str]:
     need, shared = engine_bytes(planned), _sharing(config)
     part = config.memory_fraction or 0.9
-    room = min((gpu.total for gpu in gpus), default=0) * part * shared
+    room = each * part * shared
     if need > room > 0:
         where = f"{shared} GPU{'s'[: shared > 1]} offer {_gib(room)} (memory_fraction {part:g})"
         yield _too_small(planned, need, f"{where}; take a larger engine.tp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from miles import Claim, engine_bytes, engines_apart, gpus_here, memory_here, places_here
+from miles import Claim, engine_bytes, engines_apart, gpu_room, gpus_here, memory_here, places_here
 
 __all__ = ["LONGEST", "check", "claims", "faults"]
 
@@ -91,9 +91,9 @@ def _lacking(config: Any, planned: Any) -> Iterator[str]:
                 "device=cpu"
             )
             return
-        room, where = gpus[0].total, "the first GPU, where each of them computes, has"
+        room, where = gpu_room(gpus, [0]), "the first GPU, where each of them computes, has"
         if not local:
-            copies, where = 1, "a GPU as those here has"
+            copies, room, where = 1, gpu_room(gpus), "a GPU as those here has"
     need = copies * engine_bytes(planned)
     if need > room > 0:
         yield (

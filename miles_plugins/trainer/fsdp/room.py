@@ -14,6 +14,7 @@ from miles import (
     Claim,
     Gpu,
     Spec,
+    gpu_room,
     gpus_here,
     memory_here,
     parameter_count,
@@ -88,7 +89,8 @@ def _memory(config: Any, planned: Any, gpus: list[Gpu]) -> Iterator[str]:
     model = planned.built.get("model")
     if gpus:
         need, what = _on_gpu(config, planned)
-        room, where = min(gpu.total for gpu in gpus), "a rank's GPU has"
+        placed = range(config.workers) if places_here(planned) else None
+        room, where = gpu_room(gpus, placed), "a rank's GPU has"
         hint = "more trainer.workers"
         if config.optimizer_state == "resident":
             hint += ", or trainer.optimizer_state=host"

@@ -24,12 +24,13 @@ SPLIT = "placement=split, but "
 @pytest.fixture
 def said(monkeypatch, tmp_path):
     """(faults, warnings) about GPUs of a run with an 8B model and these keys, on a machine with so
-    many GPUs."""
+    many GPUs of `gib` (one of another size as `gib_2=24`)."""
 
-    def look(*keys: str, gpus: int, gib: float = 141) -> tuple[list[str], list[str]]:
+    def look(*keys: str, gpus: int, gib: float = 141, **odd: float) -> tuple[list[str], list[str]]:
         (programs := tmp_path / "bin").mkdir(exist_ok=True)
-        line = f"echo 'NVIDIA H200, {int(gib * 1024)}, GPU-0'\n"
-        (smi := programs / "nvidia-smi").write_text("#!/bin/sh\n" + line * gpus)
+        sizes = [odd.get(f"gib_{i}", gib) for i in range(gpus)]
+        lines = [f"echo 'NVIDIA H200, {int(size * 1024)}, GPU-0'\n" for size in sizes]
+        (smi := programs / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(lines))
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -87,6 +88,26 @@ def test_both_on_one_gpu_are_judged_together(said):
     assert said(*TORCH, gpus=1, gib=140)[0] == []
     (fault,) = said(*TORCH, gpus=1, gib=100)[0]  # and who does not fit alone is told once
     assert "a rank's GPU has 100.0 GiB; take more trainer.workers" in fault
+
+
+def test_each_side_is_judged_by_the_gpus_it_is_placed_on(said):
+    """The smallest GPU of the machine was taken for all of them."""
+    apart = (*SGLANG, "engine.first_gpu=1")
+    assert said(*apart, gpus=3, gib_2=10) == ([], [])
+    (fault,) = said(*apart, gpus=3, gib_1=10)[0]
+    assert "about 15.3 GiB in bfloat16, and 1 GPU offer 9.0 GiB" in fault
+    (fault,) = said(*apart, gpus=3, gib_0=100)[0]
+    assert "take about 122.0 GiB, and a rank's GPU has 100.0 GiB" in fault
+    assert said(*TORCH, "trainer.optimizer_state=host", gpus=2, gib_1=10)[0] == []
+
+
+def test_shared_gpus_are_judged_by_their_own_size(said):
+    both = (*SGLANG, "trainer.workers=2", "engine.first_gpu=1")
+    assert said(*both, gpus=2, gib_0=70)[0] == []
+    (fault,) = said(*both, gpus=2, gib_1=70)[0]
+    assert fault.startswith("GPU 1 has 70.0 GiB for trainer ranks (weights, gradients and moments")
+    (fault,) = said(*SGLANG, "trainer.workers=2", "engine.workers=2", gpus=2, gib_1=70)[0]
+    assert fault.startswith("GPU 1 has 70.0 GiB for trainer ranks")
 
 
 def test_engines_that_only_evaluate_count_beside_the_others(said):
