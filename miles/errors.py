@@ -224,8 +224,9 @@ class WeightSyncError(RunError):
 
 
 class WeightsDiffer(WeightSyncError):
-    """An engine took an update, and comparing contents shows other tensors than those sent; which
-    ones is in the text, and nothing that changes from one attempt to the next."""
+    """An engine took an update, and comparing contents shows other tensors than those sent, so that
+    it must not serve; which ones is in the text, and nothing that changes from one attempt to the
+    next. Public, since what is not crosses a process as a `WorkerError`, which reads as a death."""
 
 
 class CheckpointError(RunError):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from miles import Handle, MilesError, WeightsDiffer, WeightSyncError
+from miles import Handle, MilesError, WeightSyncError
 
 __all__ = ["CLEANUP_S", "Verifying", "everywhere", "quietly", "same"]
 
@@ -55,7 +55,7 @@ async def everywhere(
     """Call every rank of every engine and wait for all; each engine's answers.
 
     Raises `WeightSyncError` in the name of transport `name`, with every engine that failed and its
-    fault; `WeightsDiffer` when all that failed did so by what they serve.
+    fault.
     """
     answers = await asyncio.gather(
         *(engine.call_all(target, *args, **how) for engine in engines), return_exceptions=True
@@ -70,9 +70,7 @@ async def everywhere(
             raise fault
     if faults:
         said = "; ".join(f"{engine}: {fault}" for engine, fault in faults)
-        differ = all(isinstance(fault, WeightsDiffer) for _, fault in faults)
-        kind = WeightsDiffer if differ else WeightSyncError
-        error = kind(f"transport {name}: {target} failed: {said}")
+        error = WeightSyncError(f"transport {name}: {target} failed: {said}")
         for engine, fault in faults:
             for note in getattr(fault, "__notes__", ()):
                 error.add_note(f"{engine}: {note}")

@@ -121,7 +121,7 @@ def test_proof_that_fails_twice_says_the_same_words_to_the_driver(play, checkpoi
             client._watch.broken = ""  # as a server that was started again
             half = SimpleNamespace(load=partial(client.load_directory, 1, checkpoint))
             engine = FakeHandle("engine", {"receiver": half})
-            with pytest.raises(WeightsDiffer) as found:
+            with pytest.raises(WeightSyncError) as found:
                 await everywhere([engine], "disk", "receiver.load")
             faults.append(str(found.value))
         assert faults[0] == faults[1] and faults[0].endswith(": t0")
