@@ -165,7 +165,8 @@ def decode(data: bytes | memoryview) -> Any:
 
 def error_to_wire(error: BaseException) -> list[Any]:
     """An exception as plain values: class name, message, notes, traceback text; whatever it is, it
-    can be sent. Of a group, the first that is in it, with the traceback of all."""
+    can be sent. Of a group, the first that is in it, with the traceback of all. A plugin's own kind
+    of one of miles' errors goes as that one, which the other end knows."""
     text = "".join(traceback.format_exception(error))
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -174,7 +175,8 @@ def error_to_wire(error: BaseException) -> list[Any]:
     except Exception as fault:  # noqa: BLE001 - its own code failed to put it into words
         message = f"(no message: its __str__ raised {type(fault).__name__})"
     notes = [_sendable(str(note)) for note in getattr(error, "__notes__", ())]
-    return [type(error).__name__, _sendable(message), notes, _sendable(text)]
+    own = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    return [next(own, type(error).__name__), _sendable(message), notes, _sendable(text)]
 
 
 def _sendable(text: str) -> str:

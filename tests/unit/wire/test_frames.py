@@ -102,6 +102,21 @@ def test_wire_errors_keep_their_class_and_notes() -> None:
     assert "Traceback" in foreign.detail or "KeyError" in foreign.detail
 
 
+def test_wire_error_of_a_plugins_own_kind_arrives_as_the_kind_of_miles_that_it_is() -> None:
+    """As a `WorkerError` an update that a server refused passed for the death of its worker."""
+
+    class Refused(EngineError):
+        pass
+
+    class Again(Refused):
+        pass
+
+    error = Again("HTTP 400")
+    error.add_note("a hint")
+    back = error_from_wire(error_to_wire(error), "engine")
+    assert (type(back), str(back), back.__notes__) == (EngineError, "HTTP 400", ["a hint"])
+
+
 def test_connection_frames_survive_any_chunking() -> None:
     async def main() -> list[Any]:
         seen: list[Any] = []
