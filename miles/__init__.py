@@ -16,9 +16,10 @@ from miles.seeds import derive_seed
 from miles.serving.child_server import ChildServer, serve_child
 from miles.serving.daemon import asked_to_stop, secret_in
 from miles.settings import RunKeys, SessionKeys, Settings
+from miles.stacks import answer_with_stacks, log_tail, stacks_held, stacks_of
 from miles.threads import Threads, in_thread
 from miles.types import *  # noqa: F403
-from miles.wire.calls import Caller, keep_alive
+from miles.wire.calls import Caller, call_ranks, keep_alive, whereabouts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,15 +29,21 @@ __all__ = [
     "SessionKeys",
     "Settings",
     "Threads",
+    "answer_with_stacks",
     "asked_to_stop",
+    "call_ranks",
     "derive_seed",
     "hookimpl",
     "in_thread",
     "keep_alive",
+    "log_tail",
     "process_alive",
     "process_identity",
     "secret_in",
     "serve_child",
+    "stacks_held",
+    "stacks_of",
+    "whereabouts",
     *batch.__all__,
     *episode.__all__,
     *errors.__all__,

@@ -18,6 +18,7 @@ from miles.errors import ConfigError, MilesError, PluginError
 from miles.plugins import Registry
 from miles.protocols import KINDS
 from miles.simulate import command as simulating
+from miles.stacks import answer_with_stacks
 
 if TYPE_CHECKING:
     from miles.config import Plan
@@ -46,6 +47,7 @@ exit codes: 0 good, 1 a run or check failed, 2 wrong usage or configuration, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
+    answer_with_stacks()
     try:
         registry, (parser, subparsers) = Registry.load(**selection(os.environ)), _parser()
         try:
@@ -64,12 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.func(args) or 0)
     except SystemExit as error:  # argparse has said what is wrong
         return error.code if isinstance(error.code, int) else USAGE
-    except (ConfigError, PluginError) as error:
-        _say(error)
-        return FAILED if type(error) is PluginError else USAGE  # that one is a bug of a plugin's
     except MilesError as error:
         _say(error)
-        return FAILED
+        wrong = isinstance(error, ConfigError | PluginError) and type(error) is not PluginError
+        return USAGE if wrong else FAILED  # that one is a bug of a plugin's
     except KeyboardInterrupt:
         print("miles: interrupted", file=sys.stderr)
         return INTERRUPTED

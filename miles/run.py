@@ -26,6 +26,7 @@ from miles.records.directory import Directory, differences, recorded
 from miles.records.ledger import Ledger
 from miles.records.tracking import Tracking
 from miles.registry.schema import plain
+from miles.stacks import answer_with_stacks
 from miles.stage import Shared, Stage
 from miles.types import Group
 
@@ -93,7 +94,8 @@ def execute(plan: Any, registry: Any) -> int:
 
 
 def log_to(path: Path) -> None:
-    """What the driver, its components and hooks log: from INFO to the file, warnings to people."""
+    """What the driver, its components and hooks log: from INFO to the file, warnings to people.
+    Stacks that it is asked for go there too."""
     path.parent.mkdir(exist_ok=True)
     root = logging.getLogger()
     for old in [h for h in root.handlers if getattr(h, "name", None) in _HANDLERS]:
@@ -101,6 +103,7 @@ def log_to(path: Path) -> None:
         old.close()
     file, people = logging.FileHandler(path), logging.StreamHandler()
     file.name, people.name = _HANDLERS
+    answer_with_stacks(file.stream or 2)  # it is open, whatever its type says
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     people.setLevel(logging.WARNING)
     people.setFormatter(logging.Formatter("%(message)s"))

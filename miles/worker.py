@@ -29,6 +29,7 @@ from miles.errors import PluginVersionError, WeightSyncError, WorkerError
 from miles.identity import process_identity
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
+from miles.stacks import answer_with_stacks
 from miles.wire.calls import Answerer
 from miles.wire.frames import Connection
 from miles.workers.rollouts import Rollouts
@@ -223,6 +224,7 @@ def _die_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Parse the command line and serve."""
+    answer_with_stacks()  # first: who started this process held the signal back until here
     parser = argparse.ArgumentParser(
         prog="miles.worker", description="internal: started by a runtime"
     )

@@ -114,7 +114,8 @@ class Handle(Protocol):
     """The driver's end of the worker processes of one component.
 
     Optional: `owed() -> (target, seconds)` of every call that has no answer yet, from which errors
-    tell who waits for what.
+    tell who waits for what; `where()`, a coroutine: what each rank is at, in words, by its stacks,
+    which are in its log then.
     A runtime of several machines adds `bind`, the address of rank 0's host at which what is started
     there may listen for other workers (127.0.0.1 without it), and `hosts`, where each rank is.
     """

@@ -20,6 +20,7 @@ from miles.serving.daemon import asked_to_stop
 from miles.session.server import make_front, serve
 from miles.session_servers.command import planned, refuse_another_number, serve_alone
 from miles.settings import Settings
+from miles.stacks import answer_with_stacks
 
 __all__ = ["main", "serve_fleet"]
 
@@ -157,6 +158,7 @@ def _give(path: Path, token: str) -> None:
 def main() -> int:
     """What a server process runs: its order is the first line of its input, the end of which is
     its own."""
+    answer_with_stacks()
     order = json.loads(sys.stdin.readline())
     registry = Registry.load(**order["selection"])
     plan = planned(order["overrides"], registry=registry, folders=order["folders"])

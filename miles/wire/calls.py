@@ -11,16 +11,18 @@ import hmac
 import inspect
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from miles.errors import WorkerError
 from miles.wire.frames import Connection, error_from_wire, error_to_wire
 
-__all__ = ["Answerer", "Caller", "Peer", "keep_alive"]
+__all__ = ["Answerer", "Caller", "Peer", "call_ranks", "keep_alive", "whereabouts"]
 
+_NAMES = 3  # of ranks that are at the same
 _MOST_ITEMS = 65536  # of one stream that nobody has read yet
 _HELLO_LIMIT = 1024  # bytes of a frame before the other end has shown its token
 
@@ -39,9 +41,15 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 class Caller:
-    """The asking end. `dead(what)` makes the error for calls that can no longer be answered."""
+    """The asking end. `dead(what)` makes the error for calls that can no longer be answered, and
+    `where()` says what a silent other end is at."""
 
-    def __init__(self, name: str, dead: Callable[[str], WorkerError]) -> None:
+    def __init__(
+        self,
+        name: str,
+        dead: Callable[[str], WorkerError],
+        where: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
         self.name = name
         self.connection = Connection(self._on_frame, self._on_lost)
         self.lost = False
@@ -49,6 +57,7 @@ class Caller:
         self.last_seen = time.monotonic()
         """When the last frame came, heartbeats included."""
         self._dead = dead
+        self._where = where
         self._open: dict[int, asyncio.Future[Any] | asyncio.Queue[Any]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # what, and when
         self._next = 0
@@ -64,12 +73,15 @@ class Caller:
         while True:
             await asyncio.sleep(min(5.0, silent_after_s / 4))
             silent = time.monotonic() - self.last_seen
-            if self._open and silent > silent_after_s:
+            if not self._open or silent <= silent_after_s:
+                continue
+            where = "" if self._where is None else f", {await self._where()}"
+            if self._open and time.monotonic() - self.last_seen >= silent:
                 (target, seconds), *more = self.owed()
                 rest = f" and {len(more)} more" if more else ""
                 self.fail(
                     f"sent nothing for {silent:.0f} s (silent_after_s is {silent_after_s:g}) and "
-                    f"owes {target}, {seconds:.0f} s{rest}"
+                    f"owes {target}, {seconds:.0f} s{rest}{where}"
                 )
 
     async def call(
@@ -170,6 +182,42 @@ class Caller:
                 self._put(place, "error", error)
             elif not place.done():
                 place.set_exception(error)
+
+
+class _Rank(Protocol):
+    name: str
+
+    async def where(self) -> str: ...
+
+
+async def whereabouts(ranks: Sequence[_Rank]) -> str:
+    """What ranks are at, in one line: those at the same together, and the fewest first; of one
+    rank, without its name."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for rank, words in zip(ranks, await asyncio.gather(*(r.where() for r in ranks)), strict=True):
+        alike[words].append(rank.name)
+    if len(ranks) == 1:
+        return words
+    told = []
+    for words, names in sorted(alike.items(), key=lambda item: len(item[1])):
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        told.append(f"{', '.join(names[:_NAMES])}{more}: {words}")
+    return "; ".join(told)
+
+
+async def call_ranks(
+    ranks: Sequence[_Rank], calls: Sequence[Awaitable[Any]], timeout: float | None
+) -> list[Any]:
+    """What the calls give, one of each rank. The error of a rank that did not answer within
+    `timeout` seconds says in a note what every rank is at: those that work together all wait for
+    the one that is elsewhere."""
+    began = time.monotonic()
+    try:
+        return list(await asyncio.gather(*calls))
+    except WorkerError as error:
+        if len(ranks) > 1 and timeout is not None and time.monotonic() - began >= timeout:
+            error.add_note(f"what its ranks are at: {await whereabouts(ranks)}")
+        raise
 
 
 class Answerer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from miles.batch import Receipt
@@ -155,7 +155,8 @@ class Weights:
         sending.add_done_callback(_heard)  # also when nobody waits for it any more
         try:
             await asyncio.wait({sending}, timeout=self._timeout_s)
-            owing = [said for handle in (trainer, *engines.handles) if (said := _owed(handle))]
+            late = () if sending.done() else (trainer, *engines.handles)
+            owing = await asyncio.gather(*map(_owed, late))
         finally:
             ended = sending.done()
             if not ended:
@@ -163,15 +164,15 @@ class Weights:
                 await asyncio.wait({sending}, timeout=_CLEAN_UP_S)
         if ended:
             return sending.result()
-        waits_for = "; ".join(owing) or type(self._transport).__name__
-        late = WeightSyncError(
+        waits_for = "; ".join(filter(None, owing)) or type(self._transport).__name__
+        error = WeightSyncError(
             f"publishing version {version} took longer than publish_timeout_s "
             f"({self._timeout_s:g} s), waiting for {waits_for}"
         )
         if not sending.done():
-            late.add_note(f"it did not stop in {_CLEAN_UP_S:g} s either")
-            raise late
-        raise late from (None if sending.cancelled() else sending.exception())
+            error.add_note(f"it did not stop in {_CLEAN_UP_S:g} s either")
+            raise error
+        raise error from (None if sending.cancelled() else sending.exception())
 
 
 def _without_names(text: str) -> str:
@@ -185,8 +186,12 @@ def _heard(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-def _owed(handle: Handle) -> str:
-    """What a worker owes, that a publish may wait for, in words."""
+async def _owed(handle: Handle) -> str:
+    """What a worker owes, that a publish may wait for, and what it is at, in words."""
     owed: Iterable[tuple[str, float]] = getattr(handle, "owed", tuple)()
     told = [f"{target}, {seconds:.0f} s" for target, seconds in owed if _PUBLISHES(target)]
-    return f"{handle.name} ({', '.join(told)})" if told else ""
+    if not told:
+        return ""
+    where: Callable[[], Awaitable[str]] | None = getattr(handle, "where", None)
+    at = "" if where is None else f"; {await where()}"
+    return f"{handle.name} ({', '.join(told)}{at})"

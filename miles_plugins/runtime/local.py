@@ -20,7 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles import Caller, Context, Handle, Spec, WorkerError
+from miles import (
+    Caller,
+    Context,
+    Handle,
+    Spec,
+    WorkerError,
+    call_ranks,
+    log_tail,
+    stacks_held,
+    stacks_of,
+    whereabouts,
+)
 
 
 class Local:
@@ -68,8 +79,10 @@ class Local:
             raise TypeError(f"{handle.name} was not started by this runtime")
         master = self._meeting_place() if handle.world > 1 else ""
         around = replace(context, world=handle.world, master=master)
-        await asyncio.gather(
-            *(
+        limit = self.config.start_timeout_s
+        await call_ranks(
+            handle.ranks,
+            [
                 process.call(
                     "worker.build",
                     list(parts),
@@ -82,10 +95,11 @@ class Local:
                         "world": around.world,
                         "master": around.master,
                     },
-                    timeout=self.config.start_timeout_s,
+                    timeout=limit,
                 )
                 for rank, process in enumerate(handle.ranks)
-            )
+            ],
+            limit,
         )
 
     async def end(self, handle: Handle) -> None:
@@ -132,7 +146,10 @@ class _LocalHandle:
         if self.world == 1:
             return [await self.ranks[0].call(target, *args, timeout=timeout, **kwargs)]
         calls = [r.call(target, *args, timeout=timeout, **kwargs) for r in self.ranks]
-        return list(await asyncio.gather(*calls))
+        return await call_ranks(self.ranks, calls, timeout)
+
+    async def where(self) -> str:
+        return await whereabouts(self.ranks)
 
     def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
         return self.ranks[rank].caller.stream(target, args)
@@ -149,7 +166,7 @@ class _Process:
         self, name: str, log: Path, config: Local.Config, *, silent_after_s: float
     ) -> None:
         self.name = name
-        self.caller = Caller(name, self._dead)
+        self.caller = Caller(name, self._dead, self.where)
         self._log = log
         self._config = config
         self._silent_after_s = silent_after_s
@@ -161,7 +178,7 @@ class _Process:
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
         command = [sys.executable, "-m", "miles.worker", "--name", name]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        with log.open("ab") as output, theirs:
+        with log.open("ab") as output, theirs, stacks_held():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -189,8 +206,12 @@ class _Process:
             return await self.caller.call(target, args, kwargs, timeout)
         except TimeoutError:
             raise WorkerError(
-                f"{self.name}: {target} did not answer within {timeout:g} s; see {self._log}"
+                f"{self.name}: {target} did not answer within {timeout:g} s, {await self.where()}; "
+                f"see {self._log}"
             ) from None
+
+    async def where(self) -> str:
+        return await stacks_of(self._process, self._log)
 
     def _dead(self, what: str) -> WorkerError:
         try:
@@ -199,7 +220,7 @@ class _Process:
             code = None
         state = "is still running" if code is None else f"exit code {code}"
         error = WorkerError(f"{self.name}: the worker process {what} ({state}); see {self._log}")
-        if self._log.exists() and (tail := _tail(self._log)):
+        if tail := log_tail(self._log):
             error.add_note(f"last lines of {self._log.name}:\n{tail}")
         return error
 
@@ -216,11 +237,3 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)  # the session: its children too
         self._process.wait()
         self.caller.fail("was stopped")
-
-
-def _tail(log: Path, lines: int = 15) -> str:
-    with log.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 8192))
-        text = file.read().decode(errors="replace")
-    return "\n".join(text.splitlines()[-lines:])

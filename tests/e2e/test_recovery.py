@@ -215,12 +215,12 @@ def test_trainer_that_hangs_is_named_and_interrupts_keep_their_grace(tmp_path: P
         (
             "publish_timeout_s=4",
             r"publishing version \d+ took longer than publish_timeout_s \(4 s\), waiting for "
-            r"trainer \(sender\.fill, 4 s\)",
+            r"trainer \(sender\.fill, 4 s; no stacks within 2 s, as of a ",
         ),
         (
             "publish_timeout_s=600",
             r"trainer: the worker process sent nothing for \d+ s \(silent_after_s is 8\) and owes "
-            r"sender\.fill, \d+ s",
+            r"sender\.fill, \d+ s, no stacks within 2 s, as of a process that has not begun",
         ),
     ],
 )
@@ -242,6 +242,23 @@ def test_trainer_that_hangs_in_a_publish_is_named_with_what_it_owes(
     assert run.returncode == 1, output
     assert re.search(f"miles: {said}", output), output
     assert "no last checkpoint: the trainer does not answer within 8 s (silent_after_s)" in output
+
+
+def test_every_process_that_is_asked_for_its_stacks_goes_on(tmp_path: Path) -> None:
+    run = started(*SHORT, f"run.dir={tmp_path}")
+    try:
+        wait_for_step(tmp_path, 3, run)
+        asked = {"driver": run.pid, **workers(run.pid)}
+        assert {"driver", "trainer", "engine", "rollout"} <= asked.keys()
+        for number in asked.values():
+            os.kill(number, signal.SIGUSR1)
+        wait_for_step(tmp_path, last_step(tmp_path) + 3, run)
+        assert {"driver": run.pid, **workers(run.pid)} == asked
+        for name in asked:
+            log = tmp_path / "run" / "logs" / f"{name}.log"
+            assert "(most recent call first)" in log.read_text(), name
+    finally:
+        run.kill()
 
 
 @pytest.mark.timeout(600)

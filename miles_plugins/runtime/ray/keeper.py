@@ -6,6 +6,7 @@ What the worker is asked goes through that connection, never through here.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hmac
@@ -22,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles import keep_alive
+from miles import answer_with_stacks, keep_alive, log_tail, stacks_held, stacks_of
 from miles_plugins.runtime.ray.files import unseen
 
 __all__ = ["TOKEN_BYTES", "Keeper", "own_address"]
@@ -42,6 +43,7 @@ class Keeper:
         """`order` holds plain values: `name`, `title`, `token`, `log`, `address` (of this host) or
         `network`, `environment`, `directory` to run in, `files` that must be here, and `wait_s` for
         the caller."""
+        answer_with_stacks()
         self._order = order
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
@@ -123,7 +125,7 @@ class Keeper:
         }
         command = [sys.executable, "-m", "miles.worker", "--name", order["name"]]
         command += ["--fd", str(caller.fileno()), "--parent", str(os.getpid())]
-        with open(order["log"], "ab") as output:
+        with open(order["log"], "ab") as output, stacks_held():
             output.write(f"--- {order['title']} on {socket.gethostname()}\n".encode())
             output.flush()
             return subprocess.Popen(
@@ -142,7 +144,13 @@ class Keeper:
         the last lines of its log."""
         self._ended.wait()
         code = None if self._process is None else self._process.returncode
-        return {"code": code, "fault": self._fault, "tail": _tail(Path(self._order["log"]))}
+        return {"code": code, "fault": self._fault, "tail": log_tail(Path(self._order["log"]))}
+
+    def stacks(self) -> str:
+        """What the worker is at, in words; all its stacks are in its log then."""
+        if self._process is None:
+            return "not started"
+        return asyncio.run(stacks_of(self._process, Path(self._order["log"])))
 
     def end(self, grace_s: float) -> None:
         """Wait so long for the worker to end by itself, then kill it with its children."""
@@ -194,14 +202,3 @@ def _interface(address: str) -> dict[str, str]:
         if socket.inet_ntoa(answer[20:24]) == address:
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {}
-
-
-def _tail(log: Path, lines: int = 15) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 8192))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return f"({log} cannot be read there: {error})"
-    return "\n".join(text.splitlines()[-lines:])

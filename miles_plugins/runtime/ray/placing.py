@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles import ConfigError, Context, Handle, Spec, WorkerError
+from miles import ConfigError, Context, Handle, Spec, WorkerError, call_ranks
 from miles_plugins.runtime.ray import files
 from miles_plugins.runtime.ray.cluster import Cluster, Place, placed
 from miles_plugins.runtime.ray.keeper import TOKEN_BYTES, Keeper
@@ -95,8 +95,9 @@ class Placing:
             "settings": context.settings,
             "world": handle.world,
         }
-        await asyncio.gather(
-            *(
+        await call_ranks(
+            handle.ranks,
+            [
                 one.call(
                     "worker.build",
                     list(parts),
@@ -105,7 +106,8 @@ class Placing:
                     timeout=limit,
                 )
                 for rank, one in enumerate(handle.ranks)
-            )
+            ],
+            limit,
         )
 
     async def end(self, handle: Handle, *, grace_s: float = 0.0) -> None:

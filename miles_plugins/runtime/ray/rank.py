@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from miles import Caller, ConfigError, MilesError, WorkerError, keep_alive
+from miles import Caller, ConfigError, MilesError, WorkerError, call_ranks, keep_alive, whereabouts
 from miles_plugins.runtime.ray.cluster import Cluster
 from miles_plugins.runtime.ray.layout import Node
 
@@ -42,7 +42,7 @@ class Rank:
         """Address at which what is started beside the worker may listen."""
         self.devices: str | None = None
         """Its CUDA_VISIBLE_DEVICES."""
-        self.caller = Caller(name, self.gone)
+        self.caller = Caller(name, self.gone, self.where)
         self._cluster = cluster
         self._log = log
         self._stopping = False
@@ -103,13 +103,23 @@ class Rank:
         try:
             return await self.caller.call(target, args, kwargs, timeout)
         except TimeoutError:
-            text = f"{self.title}: {target} did not answer within {timeout:g} s; see {self._log}"
-            raise WorkerError(text) from None
+            raise WorkerError(
+                f"{self.title}: {target} did not answer within {timeout:g} s, "
+                f"{await self.where()}; see {self._log}"
+            ) from None
         except WorkerError:
             raise  # it names the worker
         except MilesError as error:
             error.add_note(f"raised in {self.title}")
             raise
+
+    async def where(self) -> str:
+        """What the worker is at, in words, by the stacks that its actor has it write."""
+        try:
+            words: str = await self.ask("stacks")
+        except WorkerError:
+            return "no stacks, since its actor does not answer"
+        return words
 
     def gone(self, what: str) -> WorkerError:
         """The error of a worker that `what`, with how it ended and the end of its log."""
@@ -201,7 +211,7 @@ class RayHandle:
         """See `miles.Handle`."""
         calls = [rank.call(target, *args, timeout=timeout, **kwargs) for rank in self.ranks]
         try:
-            return list(await asyncio.gather(*calls))
+            return await call_ranks(self.ranks, calls, timeout)
         except MilesError as error:
             await asyncio.sleep(_LOST_S)
             # of ranks that work together, the others fail because one is gone
@@ -209,6 +219,10 @@ class RayHandle:
                 if rank.caller.lost:
                     raise rank.gone(f"ended during {target}") from error
             raise
+
+    async def where(self) -> str:
+        """See `miles.Handle`."""
+        return await whereabouts(self.ranks)
 
     def stream(self, target: str, *args: Any, rank: int = 0) -> AsyncIterator[Any]:
         """See `miles.Handle`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 PLUGIN = '''
 """Components that only say where they are."""
-import os
+import os, time
 from dataclasses import dataclass
 
 
@@ -62,6 +63,7 @@ class Trainer(Where):
     def sleep(self): raise NotImplementedError
     def wake(self): raise NotImplementedError
     def bug(self): return {}["missing"]
+    def hang(self): time.sleep(1000)
 
 
 class Engine(Where):
@@ -240,6 +242,24 @@ def test_errors_name_rank_and_host(odd: Any, ray_cluster: str) -> None:
             await trainer.call("trainer.where", rank=0)
         assert not alive(first)  # it went with its actor
         assert alive(actor)
+
+    play(odd, ray_cluster, body)
+
+
+def test_rank_that_hangs_is_asked_by_its_actor_what_it_is_at(odd: Any, ray_cluster: str) -> None:
+    async def body(runtime: Any, context: Context) -> None:
+        trainer = await runtime.start("trainer", parts("trainer"), context, world=2)
+        at = r"at \S+/odd_plugin\.py:\d+ hang"
+        late = rf"trainer\.hang did not answer within 0\.2 s, {at}; see .*/trainer-\d\.log\n"
+        with pytest.raises(
+            WorkerError, match=r"trainer-\d \(rank . of 2\) on .*: " + late
+        ) as found:
+            await trainer.call_all("trainer.hang", timeout=0.2)
+        (note,) = found.value.__notes__
+        assert re.fullmatch(f"what its ranks are at: trainer-0, trainer-1: {at}", note), note
+        first = int((await trainer.call("worker.identity", rank=0)).split(".")[-2])
+        os.kill(parent_of(first), signal.SIGUSR1)  # the actor
+        assert await trainer.ranks[0].where() == note.partition("trainer-1: ")[2]
 
     play(odd, ray_cluster, body)
 

@@ -261,6 +261,9 @@ def test_keeper_kills_a_worker_that_does_not_end(tmp_path: Path) -> None:
         inside = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
         assert b"GREETING=hello" in inside
         assert not [each for each in inside if each.startswith(b"RAY_")]
+        assert keeper.stacks().startswith("at ")  # though it has hardly begun
+        assert "(most recent call first)" in (tmp_path / "kept.log").read_text()
+        assert keeper._process.poll() is None
         keeper.end(0.0)
         assert keeper.wait()["code"] == -9
         assert not Path(f"/proc/{number}").exists()

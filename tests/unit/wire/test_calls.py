@@ -139,6 +139,30 @@ def test_calls_to_a_silent_end_fail_and_say_what_was_waited_for() -> None:
     run(body)
 
 
+def test_calls_to_an_end_that_speaks_while_it_is_asked_where_it_is_go_on() -> None:
+    async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
+        asked = asyncio.Event()
+
+        async def where() -> str:
+            if not asked.is_set():
+                answerer.connection.send(["beat", 0.0])
+            await asyncio.sleep(0.05)
+            asked.set()
+            return "at its place"
+
+        caller._where = where
+        watch = asyncio.create_task(caller.watch_silence(0.2))
+        call = asyncio.create_task(caller.call("wait", [], {}, None))
+        await asked.wait()
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        with pytest.raises(WorkerError, match=r"and owes wait, 0 s, at its place$"):
+            await call
+        watch.cancel()
+
+    run(body)
+
+
 def test_calls_streams_raise_what_the_generator_raised() -> None:
     async def body(caller: Caller, part: Part, answerer: Answerer) -> None:
         items = caller.stream("broken", [])

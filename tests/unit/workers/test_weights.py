@@ -240,7 +240,16 @@ def test_weights_publish_that_hangs_names_who_it_waited_for_and_how_long(tmp_pat
         trainer, engine = at.trainer.handle, at.engines.handles[1]
         trainer.owed = lambda: [("sender.fill", 61.2), ("worker.ping", 1.0)]
         engine.owed = lambda: [("receiver.stage", 7.0)]
-        said += r"trainer \(sender\.fill, 61 s\); engine-1 \(receiver\.stage, 7 s\)$"
+
+        async def where() -> str:
+            assert not at.weights._sending.done()  # or it would say where it gave up
+            return "at transport/broadcast.py:96 _reached < free < fill"
+
+        trainer.where = where
+        said += (
+            r"trainer \(sender\.fill, 61 s; at transport/broadcast\.py:96 _reached < free < fill\)"
+        )
+        said += r"; engine-1 \(receiver\.stage, 7 s\)$"
         with pytest.raises(WeightSyncError, match=said):
             await at.weights.publish()
 
