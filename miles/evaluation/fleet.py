@@ -56,8 +56,8 @@ class EvalFleet:
         missing or damaged file, and `WeightSyncError` when an engine then says another version.
         """
         self.version = -1
-        if self._engines is not None and not await self._answers():
-            _log.warning("the evaluation fleet is started again: a worker does not answer")
+        if self._engines is not None and (fault := await self._fault()) is not None:
+            _log.warning("the evaluation fleet is started again: %s", fault)
             await self.close()
         engines = self._engines or await self._start()
         limit = self._context.settings.worker_timeout_s
@@ -110,14 +110,15 @@ class EvalFleet:
         limit = self._context.settings.worker_timeout_s
         await self._worker.call("rollouts.published", version, timeout=limit)
 
-    async def _answers(self) -> bool:
+    async def _fault(self) -> WorkerError | None:
+        """Why a worker does not answer; None when all do."""
         if self._engines is None or self._worker is None:
-            return False
+            return WorkerError("eval-rollout: it is not running")
         limit = self._context.settings.silent_after_s
         calls = [h.call("engine.version", timeout=limit) for h in self._engines.handles]
         calls.append(self._worker.call("rollouts.ping", timeout=limit))
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        return not any(isinstance(answer, WorkerError) for answer in answers)
+        return next((answer for answer in answers if isinstance(answer, WorkerError)), None)
 
     async def attempt(
         self, task: Task, *, samples: int, sampling: Sampling, seed: int, of: str = ""

@@ -125,8 +125,8 @@ class Pool:
         reason = "worker_lost"
         async with worker.lock:
             if worker.handle is handle:  # the first to notice
-                if not await self._answers(handle):
-                    await self._replace(worker, error)
+                if (fault := await self._fault(handle)) is not None:
+                    await self._replace(worker, error if str(error) else fault)
                 elif late:  # the environment does not stop when it is told to
                     reason = EpisodeTimeout.reason
                 else:
@@ -142,7 +142,7 @@ class Pool:
                 raise error
             self._restarts_left -= 1
             self.restarts += 1
-            _log.warning("%s is started again: %s", worker.handle.name, error or "it hangs")
+            _log.warning("%s is started again: %s", worker.handle.name, error)
             name = f"start {worker.handle.name} again"
             worker.starting = asyncio.create_task(self._start(worker), name=name)
         # the group that noticed may be cancelled, as one that nobody needs any more
@@ -196,13 +196,14 @@ class Pool:
             except WorkerError as error:
                 async with worker.lock:
                     if worker.handle is handle:
-                        if await self._answers(handle):
+                        if await self._fault(handle) is None:
                             raise
                         await self._replace(worker, error)
 
-    async def _answers(self, handle: Handle) -> bool:
+    async def _fault(self, handle: Handle) -> WorkerError | None:
+        """Why a worker does not answer; None when it does."""
         try:
             await handle.call("rollouts.ping", timeout=self._silent_after_s)
-        except WorkerError:
-            return False
-        return True
+        except WorkerError as error:
+            return error
+        return None

@@ -115,7 +115,7 @@ def test_pool_gives_a_group_up_under_which_every_worker_dies() -> None:
     assert "did not answer within 1 s" in group.failure.detail and len(began) == TRIES
 
 
-def test_pool_loses_late_groups_of_a_worker_that_hangs() -> None:
+def test_pool_loses_late_groups_of_a_worker_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     worker = Rollouts("late")
 
     async def hang() -> None:
@@ -130,6 +130,7 @@ def test_pool_loses_late_groups_of_a_worker_that_hangs() -> None:
 
     *lost, fine = asyncio.run(main())
     assert [g.failure.reason for g in lost if g.failure] == ["worker_lost"] * 4
+    assert "rollout-0 is started again: no answer" in caplog.text
     assert fine.failure is None and len(began) == made.restarts == 1
 
 
@@ -178,6 +179,19 @@ def test_pool_gives_up_after_max_restarts() -> None:
     with pytest.raises(WorkerError, match="did not answer within 1 s"):
         asyncio.run(made.group(lease(0)))
     assert not began
+
+
+def test_pool_without_restarts_says_what_a_worker_that_hangs_is_at() -> None:
+    """The error was a `TimeoutError` without a word."""
+    worker = Rollouts("late")
+
+    async def hang() -> None:
+        raise WorkerError("rollout-0: at x.py:3 f")
+
+    worker.ping = hang  # type: ignore[method-assign]
+    made, _ = pool(worker, restarts=0, episode_timeout_s=-19.95)
+    with pytest.raises(WorkerError, match=r"rollout-0: at x\.py:3 f"):
+        asyncio.run(made.group(lease(0)))
 
 
 def test_pool_starts_a_worker_again_once_though_the_group_that_noticed_is_cancelled() -> None:
