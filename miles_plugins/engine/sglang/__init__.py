@@ -283,9 +283,10 @@ class Sglang:
             raise WeightSyncError(
                 "engine sglang: servers that only prefill or decode take weights by transport=disk"
             )
+        await self._watch.ready()
+        channel = await opened(self._http, version, limit=self.config.update_timeout_s)
         async with self._bracketed(version) as how:
-            limit = self.config.update_timeout_s
-            channel = await opened(self._http, version, flush=how != "in_place", limit=limit)
+            channel.flush = how != "in_place"
             try:
                 await self._publishing[0].pause("abort" if how == "cut" else how)
                 await channel.begin()

@@ -23,6 +23,7 @@ from miles_plugins.engine.sglang.streamed import Streamed
 __all__ = ["Asking"]
 
 _CUT_S = 1.0  # for what is cut to end by itself; a pause then ends the rest
+_AGAIN_S = 0.01  # until what reached the server too late to be ended is ended as well
 _COUNTS = ("tokens", "busy_s", "prompt_tokens", "cached_tokens", "verified", "drafted", "accepted")
 
 
@@ -49,6 +50,8 @@ class Asking:
         self._cut: set[str] = set()  # ids that we ended, to ask for the rest
         self._open = asyncio.Event()
         self._open.set()
+        self._none = asyncio.Event()  # nothing runs
+        self._none.set()
         self._began = 0.0
         self._broken = ""
         self.running: dict[str, str] = {}
@@ -146,9 +149,11 @@ class Asking:
         """Have the server end what was cut, and wait for it a moment. A pause ends it as well, but
         looks only once a second whether it has (SGLang 0.5.16 to 0.5.23)."""
         end = monotonic() + _CUT_S
-        while self._cut and self._pair is None and monotonic() < end:
+        while self.running and self._pair is None and monotonic() < end:
             await self._http.ask("POST", "/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.sleep(0.01)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S):
+                    await self._none.wait()
 
     def open(self, broken: str = "") -> None:
         """Let requests go on; or end them, when the server is of no use any more."""
@@ -182,6 +187,7 @@ class Asking:
         if not self.running:
             self._began = monotonic()
         self.running[rid] = request.key
+        self._none.clear()
         try:
             yield rid
         except (asyncio.CancelledError, GeneratorExit, EngineError):
@@ -193,6 +199,7 @@ class Asking:
             del self.running[rid]
             self._cut.discard(rid)
             if not self.running:
+                self._none.set()
                 self.counts["busy_s"] += monotonic() - self._began
 
     async def _whole(self, body: Mapping[str, Any]) -> Mapping[str, Any]:

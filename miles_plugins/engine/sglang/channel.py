@@ -23,17 +23,18 @@ class Channel:
     """One server during one update to `version`."""
 
     def __init__(
-        self, http: Http, version: int, *, ranks: int, first_gpu: int, flush: bool, limit: float
+        self, http: Http, version: int, *, ranks: int, first_gpu: int, limit: float
     ) -> None:
         self._http = http
         self._version = version
-        self._flush = flush
         self._limit = limit
         self._session = False
         self.ranks = ranks
         """Tensor-parallel ranks of the server, each of which receives everything."""
         self.first_gpu = first_gpu
         """Number of the GPU of its first rank; the others have those after it."""
+        self.flush = True
+        """Whether what the old weights cached is forgotten."""
         self.touched = False
         """Some tensor may have been written: the old version is gone."""
 
@@ -52,12 +53,11 @@ class Channel:
             await self._http.ask("POST", "/end_weight_update", {}, limit=self._limit)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Ask one of SGLang's routes; a write is of this update's version, and forgets what the
-        old weights cached. Raises `EngineError`, and `WeightSyncError` when the server says that
-        it did not succeed."""
+        """Ask one of SGLang's routes; a write is of this update's version. Raises `EngineError`,
+        and `WeightSyncError` when the server says that it did not succeed."""
         if path in _WRITES:
             self.touched = True
-            body = {**body, "weight_version": str(self._version), "flush_cache": self._flush}
+            body = {**body, "weight_version": str(self._version), "flush_cache": self.flush}
         reply = await self._http.ask("POST", path, dict(body), limit=self._limit)
         if isinstance(reply, Mapping) and "success" in reply and (wrong := says.verdict(reply)):
             raise WeightSyncError(f"engine sglang: {path}: {wrong}")
@@ -69,12 +69,15 @@ class Channel:
         return says.checksums(await self.post("/weights_checker", body))
 
 
-async def opened(http: Http, version: int, *, flush: bool, limit: float) -> Channel:
-    """A channel to a server, which has to be paused before it begins. Raises `EngineError`, and
-    `WeightSyncError` for a layout whose ranks cannot be told apart."""
-    info = await http.ask("GET", "/server_info", limit=limit)
+async def opened(http: Http, version: int, *, limit: float) -> Channel:
+    """A channel to a server, which answers meanwhile and has to be paused before it begins. Raises
+    `WeightSyncError`, also for a layout whose ranks cannot be told apart."""
+    try:
+        info = await http.ask("GET", "/server_info", limit=limit)
+    except EngineError as error:
+        raise WeightSyncError(f"engine sglang: version {version}: {error}") from error
     if not isinstance(info, Mapping):
-        raise EngineError(f"engine sglang: /server_info says {str(info)[:200]}")
+        raise WeightSyncError(f"engine sglang: /server_info says {str(info)[:200]}")
     if int(info.get("dp_size") or 1) > 1 and not info.get("enable_dp_attention"):
         raise WeightSyncError(
             "engine sglang: replicas within one server (dp) cannot join an update; use several "
@@ -85,4 +88,4 @@ async def opened(http: Http, version: int, *, flush: bool, limit: float) -> Chan
     places = {
         "ranks": int(info.get("tp_size") or 1), "first_gpu": int(info.get("base_gpu_id") or 0)
     }  # fmt: skip
-    return Channel(http, version, flush=flush, limit=limit, **places)
+    return Channel(http, version, limit=limit, **places)
