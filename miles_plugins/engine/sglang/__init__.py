@@ -108,6 +108,8 @@ class Sglang:
         stream_interval: int = 4
         """Tokens between two parts of a stream; those of servers given by `url` repeat the parts
         before, unless they have `--incremental-streaming-output`, as our own do."""
+        together: int = 32
+        """Most requests that share a question to a server when they are asked at once; 1: none."""
         prove: bool = True
         """Prove a server's first update, and those whose contents the transport compares: scramble
         its weights, read them again, and compare checksums, also with those of other servers that
@@ -150,6 +152,7 @@ class Sglang:
             self._http,
             timeout_s=config.timeout_s,
             stream_interval=config.stream_interval,
+            together=config.together,
             topk=checks.topk(context.model),
             pair=self._pair,
             temperature=context.settings.temperature,
@@ -203,8 +206,9 @@ class Sglang:
 
     async def _usable(self) -> None:
         self._watch.usable()
+        facts = self._watch.facts or await self._watch.ready()
+        self._asking.joins = facts.joins
         if self._asking.newest < 0:
-            await self._watch.ready()
             if self._server is not None:
                 raise EngineError("engine sglang: it has no weights yet")
             await self.version()
@@ -320,7 +324,7 @@ class Sglang:
             asking.close(cut=how == "cut")
             self._watch.busy = True
             try:
-                if how == "cut":
+                if how in ("cut", "abort"):
                     await asking.ended()
                 yield how
             except LOST as error:

@@ -19,10 +19,11 @@ from miles_plugins.engine.sglang import wording
 from miles_plugins.engine.sglang.http import Http
 from miles_plugins.engine.sglang.pairs import Pair
 from miles_plugins.engine.sglang.streamed import Streamed
+from miles_plugins.engine.sglang.together import Shared, Together
 
 __all__ = ["Asking"]
 
-_CUT_S = 1.0  # for what is cut to end by itself; a pause then ends the rest
+_END_S = 1.0  # for what is to end; a pause then ends the rest
 _AGAIN_S = 0.01  # until what reached the server too late to be ended is ended as well
 _COUNTS = ("tokens", "busy_s", "prompt_tokens", "cached_tokens", "verified", "drafted", "accepted")
 
@@ -36,17 +37,19 @@ class Asking:
         *,
         timeout_s: float,
         stream_interval: int,
+        together: int = 1,
         topk: int,
         pair: Pair | None,
         temperature: float = 1.0,
     ) -> None:
-        """`temperature` is the run's."""
+        """`temperature` is the run's; at most `together` requests share a question."""
         self._http = http
         self._timeout_s = timeout_s
         self._stream_interval = stream_interval
         self._topk = topk
         self._pair = pair
         self._temperature = temperature
+        self._together = Together(http, most=together, limit=timeout_s)
         self._cut: set[str] = set()  # ids that we ended, to ask for the rest
         self._open = asyncio.Event()
         self._open.set()
@@ -57,6 +60,8 @@ class Asking:
         self.running: dict[str, str] = {}
         """Id on the server to routing key."""
         self.newest = -1
+        self.joins = False
+        """Whether the server takes several requests in one question."""
         self.exact = False
         """Whether only this client changes weights, and never while a request runs whose spans are
         not told: a completion is then of the version that its end says."""
@@ -71,13 +76,18 @@ class Asking:
         """Raises `EngineError` when the server refuses, fails, says what cannot be, or is silent
         for `timeout_s`."""
         done: Completion | None = None
+        alone = False
         while True:
             left = wording.rest(request, done)
             before = await self._admitted()
-            async with self._begun(left) as rid:
-                body = wording.generate_body(left, rid, salt=self._salt())
-                reply = await self._whole(body)
-                cut = rid in self._cut
+            try:
+                async with self._begun(left) as rid:
+                    body = wording.generate_body(left, rid, salt=self._salt())
+                    reply = await self._whole(body, alone=alone)
+                    cut = rid in self._cut
+            except Shared:
+                alone = True
+                continue
             done = wording.joined(done, self._part(left, reply, before))
             if (last := _ended(request, done, cut=cut)) is not None:
                 return self._finished(request, last)
@@ -146,14 +156,23 @@ class Asking:
             self._cut.update(self.running)
 
     async def ended(self) -> None:
-        """Have the server end what was cut, and wait for it a moment. A pause ends it as well, but
+        """Have the server end what runs, and wait for it a moment. A pause ends it as well, but
         looks only once a second whether it has (SGLang 0.5.16 to 0.5.23)."""
-        end = monotonic() + _CUT_S
-        while self.running and self._pair is None and monotonic() < end:
-            await self._http.ask("POST", "/abort_request", {"rid": "", "abort_all": True})
+        if self._pair is not None or not self.running:
+            return
+        end = monotonic() + _END_S
+        while self.running and monotonic() < end:
+            await self._abort_all()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_S):
                     await self._none.wait()
+        await self._together.ended(max(0.0, end - monotonic()))
+        # It lets go of a request only after it has answered, and to a pause that comes before
+        # that the request runs: one more question leaves it the time.
+        await self._abort_all()
+
+    async def _abort_all(self) -> None:
+        await self._http.ask("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     def open(self, broken: str = "") -> None:
         """Let requests go on; or end them, when the server is of no use any more."""
@@ -202,10 +221,11 @@ class Asking:
                 self._none.set()
                 self.counts["busy_s"] += monotonic() - self._began
 
-    async def _whole(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _whole(self, body: Mapping[str, Any], *, alone: bool) -> Mapping[str, Any]:
         ask, limit = self._http.ask, self._timeout_s
         if self._pair is None:
-            reply = await ask("POST", "/generate", body, limit=limit)
+            together = self.joins and not alone and "image_data" not in body
+            reply = await self._together.ask(body, alone=not together)
         else:
             async with self._pair.prefilled(body, limit=limit) as paired:
                 reply = await paired.heard(

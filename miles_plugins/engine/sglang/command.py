@@ -57,7 +57,7 @@ def flag_faults(config: Any) -> list[str]:
             faults.append(f"flags: {name} follows from other keys; {where}")
         if plain.startswith("speculative_"):
             faults.append(f"flags: {name} belongs under engine.speculative, as {plain[12:]}")
-    for name in ("workers", "tp", "dp", "connections", "stream_interval"):
+    for name in ("workers", "tp", "dp", "connections", "stream_interval", "together"):
         if getattr(config, name) < 1:
             faults.append(f"{name}: {getattr(config, name)} is less than 1")
     for name in ("max_running", "max_len", "first_gpu"):

@@ -31,6 +31,8 @@ TESTED = ("0.5.16", "0.5.23")
 UNKNOWN = "unknown"
 """What stands for the version of a server that does not say it."""
 
+_OURS = "miles "
+"""How `miles serve`, which comes with this client, begins its version."""
 
 _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")} | {
     "half": "float16",
@@ -66,6 +68,11 @@ class Facts:
     whole_logits: bool | None = None
     """Logits leave its output head in float32; None where it does not say."""
 
+    @property
+    def joins(self) -> bool:
+        """It takes several requests in one question, as SGLang does."""
+        return self.version != UNKNOWN and not self.version.startswith(_OURS)
+
 
 @typed
 def facts(info: Mapping[str, Any]) -> Facts:
@@ -96,8 +103,8 @@ def _ordered(version: str) -> tuple[int, ...]:
 def doubt(version: str) -> str:
     """Why this version may not do; empty within the tested range."""
     oldest, newest = TESTED
-    if version.startswith("miles "):
-        return ""  # `miles serve`, which comes with this client
+    if version.startswith(_OURS):
+        return ""
     if _ordered(oldest) <= _ordered(version) <= _ordered(newest):
         return ""
     return f"SGLang {version} was not tested with miles; tested: {oldest} to {newest}"

@@ -17,6 +17,10 @@ from miles_plugins.engine.sglang import wording
 
 __all__ = ["Http"]
 
+IDLE_S = 2.0
+"""Seconds after which a connection is not used again: servers close theirs after 5, and whoever
+asks in that moment gets no answer."""
+
 
 class Http:
     """One address. `lost` may say why nobody answers there, such as how a process ended."""
@@ -41,7 +45,7 @@ class Http:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=self._connections),
+                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=IDLE_S),
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
             )
         return self._session

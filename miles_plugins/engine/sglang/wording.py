@@ -130,7 +130,7 @@ def decoded(raw: bytes) -> Any:
 
 def event(line: bytes) -> dict[str, Any] | None:
     """What one line of a stream says; None for lines between events and for the end. Raises
-    `EngineError` for an error in the middle of a stream."""
+    `EngineError` for what is none, `Refused` for an error in the middle of a stream."""
     data = line.strip().removeprefix(b"data:").strip()
     if not line.startswith(b"data:") or data == b"[DONE]":
         return None
@@ -138,7 +138,7 @@ def event(line: bytes) -> dict[str, Any] | None:
     if not isinstance(said, dict):
         raise EngineError(f"engine sglang: the stream says {data[:80]!r}, which is no object")
     if "error" in said:
-        raise EngineError(f"engine sglang: in the middle of a stream: {said['error']}")
+        raise Refused(f"engine sglang: in the middle of a stream: {said['error']}")
     return said
 
 

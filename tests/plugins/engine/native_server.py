@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from aiohttp import web
 
 KEY = "server-key"
 TICK_S = 0.002
+PAUSE_S = 1.0
+"""Between two looks of a pause whether requests have ended."""
 BODY = web.RequestKey("body", object)
 
 
@@ -79,7 +82,9 @@ class NativeServer:
         self.old_names = False
         self.silent: set[str] = set()  # paths that never answer
         self.fault: tuple[int, str] | None = None  # status and text of /generate
+        self.refused = -1  # a first token that /generate refuses
         self.twist: Any = None  # changes a reply
+        self.peers: dict[Any, asyncio.BaseTransport] = {}  # connections there have been
         self.extra: dict[str, Any] = {}  # put into meta_info
         self.update_fault = ""
         self.reset_fault = ""  # said after some tensors were scrambled
@@ -87,10 +92,12 @@ class NativeServer:
         self.begin_status = 404  # of /begin_weight_update, which old releases do not have
         self.untouched: set[str] = set()  # tensors that no update writes
         self.tensors = {f"t{i}": "made up" for i in range(3)}
-        self.bodies: list[dict[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []  # of requests, however they were asked
+        self.questions: list[int] = []  # how many requests each /generate held
         self.asked: list[tuple[str, Any]] = []
         self.aborted: list[str] = []
         self.jobs: dict[str, Job] = {}
+        self.held: set[Job] = set()  # answered, and let go of only while something else is asked
         self.paused = False
         self.at_pause: list[int] = []  # requests that ran when it was paused
         self.most = 0  # requests that ran at once
@@ -144,10 +151,21 @@ class NativeServer:
             raise web.HTTPNotFound
         if not self.old_names and request.path in ("/get_server_info", "/get_model_info"):
             raise web.HTTPNotFound
+        if request.transport is not None:
+            self.peers[request.transport.get_extra_info("peername")] = request.transport
         body = await request.json() if request.can_read_body else None
         request[BODY] = body
         self.asked.append((request.path, body))
-        return await handler(request)
+        held = set(self.held)
+        try:
+            return await handler(request)
+        finally:
+            self.held -= held
+
+    def hang_up(self) -> None:
+        """Close every connection."""
+        for transport in self.peers.values():
+            transport.close()
 
     # ---- decoding
 
@@ -172,36 +190,75 @@ class NativeServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = request[BODY]
-        self.bodies.append(body)
+        several = isinstance(body.get("rid"), list)
+        own = ("rid", "input_ids", "sampling_params")
+        rows = zip(*(body[name] for name in own), strict=True) if several else ()
+        bodies = [{**body, **dict(zip(own, row, strict=True))} for row in rows] or [body]
+        self.bodies += bodies
+        self.questions.append(len(bodies))
         if self.fault is not None:
             return web.json_response({"error": {"message": self.fault[1]}}, status=self.fault[0])
+        if any(one["input_ids"][0] == self.refused for one in bodies):
+            return web.json_response({"error": {"message": "refused"}}, status=400)
         if "logprob_start_len" in body:
             return web.json_response(_scored(body["input_ids"], self.version))
         while self.paused:  # it holds new requests at its door
             await self._going.wait()
-        job = self.jobs[body["rid"]] = Job(body)
+        jobs = [Job(one) for one in bodies]
+        self.jobs |= {job.body["rid"]: job for job in jobs}
         try:
             if not body["stream"]:
-                await self._moved(job, whole=True)
-                return web.json_response(self._reply(job))
+                await self._moved(jobs[0], whole=True)
+                self.held.add(jobs[0])
+                return web.json_response(self._reply(jobs[0]))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            every, said = body["sampling_params"]["stream_interval"], 0
-            while job.finish is None:
-                await self._moved(job, whole=False)
-                if len(job.tokens) - said >= every or job.finish is not None:
-                    part = self._reply(job)
-                    if self.incremental:
-                        part["output_ids"] = part["output_ids"][said:]
-                        new = part["meta_info"]["output_token_logprobs"][said:]
-                        part["meta_info"]["output_token_logprobs"] = new
-                    said = len(job.tokens)
-                    text = json.dumps(part).encode()
-                    await response.write(b"data: " + text + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
+            with suppress(ConnectionResetError):  # the client is gone
+                await response.prepare(request)
+                async for index, part in self._parts(jobs):
+                    if several:
+                        part["index"] = index
+                    await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+                await response.write(b"data: [DONE]\n\n")
             return response
         finally:
-            self.jobs.pop(body["rid"], None)
+            for job in jobs:
+                self.jobs.pop(job.body["rid"], None)
+
+    async def _parts(self, jobs: list[Job]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """(number, part) of each as it comes."""
+        ready: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def each(index: int, job: Job) -> None:
+            every, said = job.body["sampling_params"]["stream_interval"], 0
+            ended = False
+            while not ended:
+                await self._moved(job, whole=False)
+                new, ended = len(job.tokens) - said, job.finish is not None
+                if new >= every or (new and not said) or ended:
+                    ready.put_nowait((index, self._part(job, said)))
+                    said = len(job.tokens)
+            ready.put_nowait((index, None))
+
+        tasks = [asyncio.create_task(each(i, job)) for i, job in enumerate(jobs)]
+        left = len(tasks)
+        try:
+            while left:
+                index, part = await ready.get()
+                if part is None:
+                    left -= 1
+                else:
+                    yield index, part
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _part(self, job: Job, said: int) -> dict[str, Any]:
+        part = self._reply(job)
+        if self.incremental:
+            part["output_ids"] = part["output_ids"][said:]
+            new = part["meta_info"]["output_token_logprobs"][said:]
+            part["meta_info"]["output_token_logprobs"] = new
+        return part
 
     async def _moved(self, job: Job, *, whole: bool) -> None:
         while True:
@@ -252,7 +309,7 @@ class NativeServer:
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request[BODY]["mode"]
-        self.at_pause.append(sum(job.finish is None for job in self.jobs.values()))
+        self.at_pause.append(sum(job.finish is None for job in self.jobs.values()) + len(self.held))
         self.paused = True
         self._going.clear()
         for job in list(self.jobs.values()):
@@ -261,8 +318,9 @@ class NativeServer:
                 job.count(*token)
             if mode == "abort" and job.finish is None:
                 job.end("abort")
-        while mode == "abort" and self.jobs:
-            await asyncio.sleep(0.001)
+        while mode == "abort" and (self.jobs or self.held):
+            await asyncio.sleep(PAUSE_S)
+            self.held.clear()
         return web.json_response({"status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from miles import ConfigError, Context, EngineError, Request, Sampling, Settings, WeightSyncError
-from miles_plugins.engine.sglang import Sglang
+from miles_plugins.engine.sglang import Sglang, http
 
 
 def _beside(name: str) -> Any:
@@ -330,8 +330,11 @@ def test_sglang_spans_are_exact_across_an_update(
     play(check, settings=Settings(pause=pause, max_lag=2), info=info)
 
 
-def test_sglang_requests_that_are_cut_have_ended_when_the_server_is_paused(play, checkpoint):
-    """Else a pause would wait a second for them to end."""
+@pytest.mark.parametrize("together", [1, 32])
+def test_sglang_requests_that_are_cut_have_ended_when_the_server_is_paused(
+    play, checkpoint, together
+):
+    """Else a pause would wait a second for them to end: four of eight did."""
 
     async def check(client, server):
         server.tells_spans = False
@@ -343,6 +346,137 @@ def test_sglang_requests_that_are_cut_have_ended_when_the_server_is_paused(play,
             _exact(made)
             assert (made.finish, len(made.tokens)) == ("length", 60)
         assert server.at_pause == [0, 0]
+
+    play(check, together=together)
+
+
+@pytest.mark.parametrize("together", [1, 32])
+def test_sglang_requests_that_an_update_aborts_do_not_make_it_wait_a_second(
+    play, checkpoint, together
+):
+    async def check(client, server):
+        await client.load_directory(1, checkpoint)
+        tasks = [asyncio.create_task(client.generate(_request(60, i))) for i in range(8)]
+        await _running(server, 8)
+        await client.load_directory(2, checkpoint)
+        assert {made.finish for made in await asyncio.gather(*tasks)} == {"abort"}
+        assert server.at_pause == [0, 0]
+
+    play(check, settings=Settings(pause="abort"), together=together)
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+def test_sglang_answers_while_it_is_asked_for_its_layout(play, pause):
+    """It was asked between the last token of the old weights and the first of the new."""
+
+    async def check(client, server):
+        await client.version()
+        task = asyncio.create_task(client.generate(_request(60)))
+        await _running(server, 1)
+        async with client.updating(1):
+            pass
+        await task
+        paths = [path for path, _ in server.asked]
+        last = len(paths) - 1 - paths[::-1].index("/server_info")
+        assert last < paths.index("/abort_request") < paths.index("/pause_generation")
+
+    play(check, settings=Settings(pause=pause))
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_sglang_requests_of_one_moment_share_questions(play, incremental):
+    """And are what they would be alone: tokens, log-probs and ends."""
+
+    async def check(client, server):
+        server.incremental = incremental
+        asked = [_request(5 + i % 7, i, stop_ids=(9,)) for i in range(70)]
+        alone = [await client.generate(one) for one in asked]
+        assert set(server.questions) == {1}
+        server.questions.clear()
+        made = await asyncio.gather(*map(client.generate, asked))
+        assert server.questions == [32, 32, 6]
+        for one, other in zip(alone, made, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.logprobs.tolist() == other.logprobs.tolist()
+            assert (one.spans, one.finish) == (other.spans, other.finish)
+        assert not server.jobs and not client._asking.running
+
+    play(check)
+
+
+def test_sglang_requests_that_differ_in_more_than_their_tokens_share_none(play):
+    async def check(client, server):
+        await client.health()
+        await client.version()
+        plain, ranked = _request(), replace(_request(index=1), dp_rank=1)
+        shown = replace(_request(index=2), images=(b"image",))
+        asked = [plain, plain, ranked, ranked, shown, shown]
+        await asyncio.gather(*map(client.generate, asked))
+        assert sorted(server.questions) == [1, 1, 2, 2]
+        assert sum("image_data" in body for body in server.bodies) == 2
+
+    play(check, info={"dp_size": 2})
+
+
+def test_sglang_request_that_is_refused_takes_no_other_along(play):
+    """Of several in one question the server refuses all."""
+
+    async def check(client, server):
+        await client.health()
+        await client.version()
+        server.refused = 7
+        asked = [_request(9, i) for i in range(8)]
+        asked[3] = replace(asked[3], tokens=np.array([server.refused], np.int32))
+        made = await asyncio.gather(*map(client.generate, asked), return_exceptions=True)
+        assert isinstance(made.pop(3), EngineError)
+        assert [len(one.tokens) for one in made] == [9] * 7
+        assert server.questions == [8] + [1] * 8
+        ids = [body["rid"] for body in server.bodies]
+        assert len(set(ids)) == len(ids)
+
+    play(check)
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+def test_sglang_requests_given_up_leave_those_of_their_question(play, how):
+    async def check(client, server):
+        tasks = [asyncio.create_task(client.generate(_request(60, i))) for i in range(8)]
+        await _running(server, 8)
+        given_up = tasks[:1] if how == "one" else tasks
+        for task in given_up:
+            task.cancel()
+        made = await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(server.aborted) == len(given_up)
+        assert sum(isinstance(one, asyncio.CancelledError) for one in made) == len(given_up)
+        assert all(len(one.tokens) == 60 for one in made[len(given_up) :])
+        await client._asking._together.ended(5.0)
+        assert not client._asking._together._tasks and not client._asking.running
+
+    play(check)
+
+
+def test_sglang_question_that_breaks_off_is_an_error_of_each(play):
+    async def check(client, server):
+        tasks = [asyncio.create_task(client.generate(_request(6000, i))) for i in range(8)]
+        await _running(server, 8)
+        server.hang_up()
+        made = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, EngineError) for one in made), made
+        assert len({id(one) for one in made}) == 8
+
+    play(check)
+
+
+def test_sglang_does_not_use_a_connection_that_the_server_is_about_to_close(play, monkeypatch):
+    """A request got no answer where it was the first in five seconds on its connection."""
+    assert http.IDLE_S < 5  # as SGLang's
+    monkeypatch.setattr(http, "IDLE_S", 0.05)
+
+    async def check(client, server):
+        await client.generate(_request())
+        await asyncio.sleep(0.2)
+        await client.generate(_request())
+        assert len(server.peers) == 2
 
     play(check)
 

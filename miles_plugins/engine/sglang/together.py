@@ -1,0 +1,132 @@
+"""Requests that are asked in the same moment go to the server as one, and each is answered when it
+ends.
+
+A server spends more on a question over HTTP than on the request in it. It samples each by itself,
+under its own id: what is said of them, and what becomes of one that is cut or given up, is
+`asking`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from miles import EngineError
+from miles_plugins.engine.sglang import wording
+from miles_plugins.engine.sglang.http import Http
+from miles_plugins.engine.sglang.streamed import Streamed
+
+__all__ = ["Shared", "Together"]
+
+_BUSY, _GATHER_S = 16, 0.002
+"""While so many are under way, a question waits so long for others to go with it."""
+_OWN = ("rid", "input_ids", "sampling_params")
+"""What each has for itself; the rest must be the same for all that go together."""
+_ONCE = 1 << 20  # tokens between two parts of its stream: the first says one token, the last all
+
+
+class Shared(EngineError):
+    """The server refused requests that were asked together, because of one of them: asked alone,
+    each has its own answer."""
+
+
+class _Asked:
+    """One request under way."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+        self.said = Streamed()
+        self.reply: asyncio.Future[Mapping[str, Any] | None]
+        """None: nobody else asks, and it goes alone."""
+        self.reply = asyncio.get_running_loop().create_future()
+
+
+class Together:
+    """Questions to one server."""
+
+    def __init__(self, http: Http, *, most: int, limit: float) -> None:
+        """At most so many go together; `limit` is how many seconds a reply may take."""
+        self._http = http
+        self._most = most
+        self._limit = limit
+        self._under_way = 0
+        self._waiting: dict[Any, list[_Asked]] = {}  # by what is the same for all
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(self, body: Mapping[str, Any], *, alone: bool = False) -> Any:
+        """The reply to a body of `/generate` that is no stream. Raises `EngineError`; `Shared` when
+        it was asked with others and has to be asked again, with another id and `alone`."""
+        if alone or self._most < 2:
+            return await self._http.ask("POST", "/generate", body, limit=self._limit)
+        same = tuple((name, body[name]) for name in sorted(body) if name not in _OWN)
+        asked = _Asked(body)
+        if not self._waiting:  # what is ready to run by now comes before that in any case
+            wait = _GATHER_S if self._under_way >= _BUSY else 0.0
+            asyncio.get_running_loop().call_later(wait, self._send)
+        self._waiting.setdefault(same, []).append(asked)
+        self._under_way += 1
+        try:
+            if (reply := await asked.reply) is None:
+                return await self._http.ask("POST", "/generate", body, limit=self._limit)
+            return reply
+        finally:
+            self._under_way -= 1
+
+    async def ended(self, limit: float) -> None:
+        """Wait until the server has closed every question whose requests all ended, at most `limit`
+        seconds."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit)
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            same = [one for one in each if not one.reply.done()]
+            for start in range(0, len(same), self._most):
+                some = same[start : start + self._most]
+                if len(some) == 1:
+                    some[0].reply.set_result(None)
+                    continue
+                task = asyncio.create_task(self._all(some))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                for one in some:
+                    one.reply.add_done_callback(lambda _, of=some, by=task: _leave(of, by))
+
+    async def _all(self, some: list[_Asked]) -> None:
+        by_id = {one.body["rid"]: one for one in some}
+        body = {**some[0].body, "stream": True}
+        body |= {name: [one.body[name] for one in some] for name in _OWN}
+        body["sampling_params"] = [{**p, "stream_interval": _ONCE} for p in body["sampling_params"]]
+        try:
+            async for part in self._http.parts("/generate", body, limit=self._limit):
+                self._heard(by_id, part)
+            if not all(one.reply.done() for one in some):
+                raise EngineError("engine sglang: of requests asked together, some had no answer")
+        except wording.Refused as error:
+            for one in some:
+                _fail(one, Shared(f"{error} (asked together with others)"))
+        except EngineError as error:
+            for one in some:
+                _fail(one, type(error)(str(error)))
+
+    @staticmethod
+    @wording.typed
+    def _heard(by_id: Mapping[str, _Asked], part: Mapping[str, Any]) -> None:
+        info = part["meta_info"]
+        one = by_id[info["id"]]
+        one.said.add(part)
+        if info.get("finish_reason") and not one.reply.done():
+            one.reply.set_result(one.said.whole())
+
+
+def _fail(asked: _Asked, error: EngineError) -> None:
+    if not asked.reply.done():
+        asked.reply.set_exception(error)
+
+
+def _leave(some: list[_Asked], task: asyncio.Task[None]) -> None:
+    """Stop listening when nobody waits for any of these."""
+    if any(one.reply.cancelled() for one in some) and all(one.reply.done() for one in some):
+        task.cancel()
