@@ -76,7 +76,7 @@ class Asking:
         """Raises `EngineError` when the server refuses, fails, says what cannot be, or is silent
         for `timeout_s`."""
         done: Completion | None = None
-        alone = False
+        alone = bool(request.images) or request.want_experts
         while True:
             left = wording.rest(request, done)
             before = await self._admitted()
@@ -224,8 +224,7 @@ class Asking:
     async def _whole(self, body: Mapping[str, Any], *, alone: bool) -> Mapping[str, Any]:
         ask, limit = self._http.ask, self._timeout_s
         if self._pair is None:
-            together = self.joins and not alone and "image_data" not in body
-            reply = await self._together.ask(body, alone=not together)
+            reply = await self._together.ask(body, alone=alone or not self.joins)
         else:
             async with self._pair.prefilled(body, limit=limit) as paired:
                 reply = await paired.heard(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from miles import EngineError
@@ -90,9 +91,19 @@ class Together:
                     continue
                 task = asyncio.create_task(self._all(some))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._over, some))
                 for one in some:
-                    one.reply.add_done_callback(lambda _, of=some, by=task: _leave(of, by))
+                    one.reply.add_done_callback(partial(_leave, some, task))
+
+    def _over(self, some: list[_Asked], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        for one in some:
+            if one.reply.done():
+                continue
+            if task.cancelled() or (fault := task.exception()) is None:
+                one.reply.cancel()
+            else:
+                one.reply.set_exception(fault)  # no error of a server: whoever asked has to know
 
     async def _all(self, some: list[_Asked]) -> None:
         by_id = {one.body["rid"]: one for one in some}
@@ -126,7 +137,7 @@ def _fail(asked: _Asked, error: EngineError) -> None:
         asked.reply.set_exception(error)
 
 
-def _leave(some: list[_Asked], task: asyncio.Task[None]) -> None:
+def _leave(some: list[_Asked], task: asyncio.Task[None], _: asyncio.Future[Any]) -> None:
     """Stop listening when nobody waits for any of these."""
     if any(one.reply.cancelled() for one in some) and all(one.reply.done() for one in some):
         task.cancel()
