@@ -116,6 +116,7 @@ def status(number: int) -> str:
 # ---------------------------------------------------------------- given up
 
 
+@pytest.mark.slow
 def test_worker_that_blocks_its_event_loop_says_where(tmp_path: Path) -> None:
     """It was "still running", for as long as nobody killed it."""
 
@@ -169,6 +170,7 @@ def test_ranks_that_wait_for_one_another_tell_which_is_elsewhere(tmp_path: Path)
     run(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_worker_that_takes_no_signal_is_not_waited_for_long(tmp_path: Path) -> None:
     async def body(runtime: Any, context: Context) -> None:
         handle = await runtime.start("one", PARTS, context)
