@@ -27,11 +27,6 @@ from miles_plugins.transport.stream import extent
 
 __all__ = ["BroadcastReceiver", "BroadcastSender", "Group"]
 
-LEGACY = (
-    "without cuMem, NCCL passes memory by legacy handles, and broadcasts of more than 64 MB are "
-    "known to hang so on some machines with NVSwitch (NVIDIA/nccl issue 2024): transport.cumem=true"
-)
-
 
 class Group:
     """One rank of a process group in which rank 0 broadcasts."""
@@ -95,13 +90,10 @@ class Group:
         end = time.monotonic() + self._limit.total_seconds()
         while not event.query():
             if time.monotonic() > end:
-                error = WeightSyncError(
+                raise WeightSyncError(
                     f"transport nccl: a broadcast did not end within "
                     f"{self._limit.total_seconds():g} s (transport.timeout_s)"
                 )
-                if os.environ.get(CUMEM) == "0":
-                    error.add_note(LEGACY)
-                raise error
             time.sleep(0.0001)
 
     def leave(self) -> None:

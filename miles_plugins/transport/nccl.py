@@ -21,6 +21,10 @@ __all__ = ["CUMEM", "Nccl"]
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 """What NCCL is told by whether its memory is CUDA's virtual memory."""
+_LEGACY = (
+    "without cuMem, NCCL passes memory by legacy handles, and broadcasts of more than 64 MB are "
+    "known to hang so on some machines with NVSwitch (NVIDIA/nccl issue 2024): transport.cumem=true"
+)
 
 
 class Nccl(Bucketed):
@@ -170,10 +174,13 @@ class Nccl(Bucketed):
             raise first from first.__cause__
         except TimeoutError:
             names = [entry["name"] for entry in bucket["tensors"]]
-            raise WeightSyncError(
+            error = WeightSyncError(
                 f"transport nccl: a bucket ({', '.join(names[:3])}) was not sent and taken within "
                 f"{self.config.timeout_s:g} s (transport.timeout_s)"
-            ) from None
+            )
+            if self.config.backend == "nccl" and not self.config.cumem:
+                error.add_note(_LEGACY)
+            raise error from None
 
     async def give_up(self, trainer: Handle, engines: Sequence[Handle]) -> None:
         """Leave the group as well: a broadcast that was cut short leaves it unusable."""
