@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles import Context, Settings, Spec, WorkerError, log_tail
+from miles.cli import main
 from miles.plugins import Registry
 from miles.stacks import _TITLE, _threads, _told
 from miles.wire.calls import whereabouts
@@ -232,6 +233,15 @@ def test_sigusr1_leaves_the_driver_working_with_its_stacks_in_its_log(tmp_path: 
     until(lambda: " in <module>\n" in (tmp_path / "logs" / "driver.log").read_text())
     out, _ = driver.communicate("goes on", timeout=20)
     assert (out.strip(), driver.returncode) == ("goes on", 0)
+
+
+def test_commands_work_where_there_is_no_such_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On Windows even `miles plugins list` ended with an `AttributeError`."""
+    monkeypatch.delattr(signal, "SIGUSR1")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("miles ")
 
 
 # ---------------------------------------------------------------- what is read in a log
