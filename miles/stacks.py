@@ -120,7 +120,8 @@ def _told(threads: Sequence[Sequence[_Frame]]) -> str:
     if not threads:
         why = "as of a process that has not begun, is stopped or has ended"
         return f"no stacks within {ASK_S:g} s, {why}"
-    work = [_words(frames) for frames in reversed(threads) if _works(frames)]
+    # threads at the same place are told once, and so is one that somebody else asked for meanwhile
+    work = list(dict.fromkeys(_words(f) for f in reversed(threads) if _works(f)))
     return " and ".join(work[:_THREADS]) or "at no call: its event loop waits, and no thread works"
 
 

@@ -276,6 +276,12 @@ def test_threads_that_wait_for_work_are_not_told() -> None:
     assert _told(_threads(deep)).startswith("at z/own.py:468 select < f < f < f < f < f < ... and ")
 
 
+def test_worker_that_several_ask_at_once_says_where_it_is_once() -> None:
+    """Its log has an answer to each, and every one of them was told, by who asked first."""
+    cut = DUMP[DUMP.index("line 96") :]  # the question came in the middle of another's answer
+    assert _told(_threads(cut + DUMP + DUMP)) == "at distributed/c10d.py:9 wait < _reached"
+
+
 @given(st.lists(st.text("ab\n:", max_size=9)), st.lists(st.text("ab ", max_size=9), min_size=1))
 def test_log_tail_is_that_of_a_log_without_stacks(
     tmp_path_factory: pytest.TempPathFactory, before: list[str], after: list[str]
