@@ -59,7 +59,8 @@ def _lengths(planned: Any, name: str, tasks: Sequence[Any]) -> list[str]:
     room = planned.settings.max_new_tokens
     if task is None or longest + room <= limit:
         return []
-    tools = f", its {len(told)} tool{'s'[: len(told) != 1]} included," if told else ""
+    counted = told and not isinstance(task.prompt, str)  # text is no conversation, and has none
+    tools = f", its {len(told)} tool{'s'[: len(told) != 1]} included," if counted else ""
     return [
         f"{name}: the prompt of task {task.id!r}{tools} has {longest} tokens, which with "
         f"max_new_tokens ({room}) do not fit {where} of {limit}; it takes {longest + room} at least"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,14 @@ def test_environment_whose_tools_do_not_fit_is_told_instead_of_failing_every_att
     (warning,) = report.warnings
     assert "`experiment=calculator_agent environment=harness` sets what they need" in warning
     assert check(compose(["experiment=calculator_agent", "environment=harness"])).faults == ()
+
+
+def test_prompt_that_is_text_is_not_said_to_have_tools(tmp_path, component):
+    """Its tokens were counted without them."""
+    body = component.replace("    def tasks", "    schemas = ({},)\n\n    def tasks", 1)
+    assert "schemas" in body
+    text = found(*local(tmp_path, body), "engine.max_len=8")
+    assert re.search(r"the prompt of task '\S+' has \d+ tokens", text), text
 
 
 def test_demonstrations_need_solutions(tmp_path, component):
