@@ -45,8 +45,9 @@ _Frame = tuple[str, str, str]  # file, line, function
 
 def answer_with_stacks(log: TextIO | int = 2) -> None:
     """From now on SIGUSR1 has this process write all stacks to `log`, by default its standard
-    error, and go on. It does so in C, whatever its threads wait for. Where there is no such signal
-    (Windows), nothing changes."""
+    error, and go on. It does so in C, whatever its threads wait for; threads that run meanwhile can
+    make it crash (python/cpython issue 116008), so that only who hangs should be asked. Where there
+    is no such signal (Windows), nothing changes."""
     if not hasattr(signal, "SIGUSR1"):
         return
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=False)
