@@ -103,7 +103,7 @@ def log_to(path: Path) -> None:
         old.close()
     file, people = logging.FileHandler(path), logging.StreamHandler()
     file.name, people.name = _HANDLERS
-    answer_with_stacks(file.stream or 2)  # it is open, whatever its type says
+    answer_with_stacks(path.open("a"))  # not the handler's: libraries that set up logging close it
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     people.setLevel(logging.WARNING)
     people.setFormatter(logging.Formatter("%(message)s"))

@@ -211,10 +211,12 @@ def test_sigusr1_leaves_a_worker_working_from_before_it_can_answer(tmp_path: Pat
 
 def test_sigusr1_leaves_the_driver_working_with_its_stacks_in_its_log(tmp_path: Path) -> None:
     code = (
-        "import sys, time, pathlib, miles.cli, miles.run\n"
+        "import sys, time, pathlib, logging.config, miles.cli, miles.run\n"
         "miles.cli.main(['--version'])\n"
         "sys.stdin.readline()\n"
         "miles.run.log_to(pathlib.Path('logs/driver.log'))\n"
+        "logging.config.dictConfig({'version': 1})\n"  # as libraries do: it closes all handlers
+        "other = open('other', 'w')\n"
         "print('logs', flush=True)\n"
         "print(sys.stdin.readline())\n"
     )
@@ -233,6 +235,7 @@ def test_sigusr1_leaves_the_driver_working_with_its_stacks_in_its_log(tmp_path: 
     until(lambda: " in <module>\n" in (tmp_path / "logs" / "driver.log").read_text())
     out, _ = driver.communicate("goes on", timeout=20)
     assert (out.strip(), driver.returncode) == ("goes on", 0)
+    assert (tmp_path / "other").read_text() == ""  # it was where the log's descriptor had been
 
 
 def test_commands_work_where_there_is_no_such_signal(
