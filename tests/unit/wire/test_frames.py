@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from miles import (
     Batch,
+    CheckpointError,
     Completion,
     ConfigError,
     EngineError,
@@ -115,6 +116,15 @@ def test_wire_error_of_a_plugins_own_kind_arrives_as_the_kind_of_miles_that_it_i
     error.add_note("a hint")
     back = error_from_wire(error_to_wire(error), "engine")
     assert (type(back), str(back), back.__notes__) == (EngineError, "HTTP 400", ["a hint"])
+
+
+def test_wire_error_of_a_library_with_the_name_of_one_of_miles_does_not_pass_for_it() -> None:
+    """torch's `CheckpointError` of a trainer's step arrived as miles' own, without a traceback."""
+    foreign = type("CheckpointError", (RuntimeError,), {"__module__": "torch.utils.checkpoint"})
+    back = error_from_wire(error_to_wire(foreign("other values")), "trainer")
+    assert type(back) is WorkerError
+    assert str(back) == "trainer: torch.utils.checkpoint.CheckpointError: other values"
+    assert type(error_from_wire(error_to_wire(CheckpointError("full")), "")) is CheckpointError
 
 
 def test_connection_frames_survive_any_chunking() -> None:
