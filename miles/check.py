@@ -58,7 +58,7 @@ class Planned:
     settings: Settings
     """The loop's keys."""
     specs: Mapping[str, Spec | tuple[Spec, ...] | None]
-    """Every chosen component by kind."""
+    """Every chosen component by kind; None as well where the chosen one is at fault."""
     built: Mapping[str, Any] = field(default_factory=dict)
     """Components of the kinds in `BUILT` that could be built."""
     samples: bool = True

@@ -33,10 +33,11 @@ class Sft:
     @classmethod
     def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
         """That the policy would imitate itself."""
-        if not planned.samples or not planned.settings.steps:
+        engine = planned.specs["engine"]  # None where there is no such engine
+        if engine is None or not planned.samples or not planned.settings.steps:
             return ()
         return (
-            f"algorithm 'sft': engine {planned.specs['engine'].name!r} samples, so that the policy "
+            f"algorithm 'sft': engine {engine.name!r} samples, so that the policy "
             "imitates whatever it says itself; engine=demonstration replays the tasks' solutions "
             "(on the command line engine=NAME is for all stages, stages.STAGE.engine=NAME for one)",
         )

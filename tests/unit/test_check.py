@@ -259,6 +259,13 @@ def test_engine_chosen_for_all_stages_warns_that_sft_imitates_itself():
     assert check(compose(["engine=torch", "stages.sft.steps=0"])).warnings == ()
 
 
+def test_engine_of_no_such_name_is_one_fault_without_an_attribute_error():
+    """`miles check engine=vllm` warned of a NoneType without a name, in lines of sft.py."""
+    report = check(compose(["engine=vllm"]))
+    assert report.warnings == () and len(report.faults) == 1
+    assert "there is no engine 'vllm'" in report.faults[0]
+
+
 def test_component_may_check_its_own_stage(tmp_path, component):
     own = """
     @classmethod
