@@ -131,7 +131,11 @@ def newest(path: Path) -> Path:
         return path
     found = find(path / "checkpoints") or _replaced(path / "checkpoints")
     if not found:
-        raise ConfigError(f"resume={path}: no checkpoint in {path / 'checkpoints'}")
+        raise ConfigError(
+            f"resume={path}: no checkpoint in {path / 'checkpoints'}; a run that ended before its "
+            "first one is started again under another run.name (checkpoint_every=N writes one "
+            "every N steps, not only at the end of a stage)"
+        )
     return found[-1]
 
 

@@ -140,8 +140,10 @@ def test_checkpoint_is_hashed_once_while_nothing_changes(
 def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such directory"):
         checkpoint.newest(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="no checkpoint in"):
+    with pytest.raises(ConfigError, match="no checkpoint in") as caught:
         checkpoint.newest(tmp_path)
+    # its name is taken, and "continue it with resume=" led back here
+    assert "started again under another run.name (checkpoint_every=N" in str(caught.value)
 
 
 def test_checkpoint_manifest_covers_every_file(tmp_path: Path) -> None:
