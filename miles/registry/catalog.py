@@ -126,13 +126,11 @@ def _print_one(registry: Registry, kind: str, name: str) -> None:
     console.print(f"{kind} {name}", style="bold")
     console.print(f"{entry.target} of {entry.source}\n", markup=False, soft_wrap=True)
     print(inspect.getdoc(component) or "(no docstring)")
-    fields = schema.fields(component.Config)
-    if fields:
+    keys = list(_keys(component.Config, f"{kind}.{name}" if _many(kind) else kind, {}))
+    if keys:
         table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
-        for field in fields:
-            default = field.default if field.default is schema.REQUIRED else _text(field.default)
-            key = f"{kind}.{name}.{field.name}" if _many(kind) else f"{kind}.{field.name}"
-            table.add_row(key, field.type_text, str(default), field.doc)
+        for row in keys:
+            table.add_row(*row)
         console.print()
         console.print(table, markup=False)
     files = Files(registry)
@@ -150,6 +148,18 @@ def _print_one(registry: Registry, kind: str, name: str) -> None:
     }
     for plugin, names in hooks.items():
         console.print(f"\nhooks of {plugin}: {', '.join(names)}", markup=False, soft_wrap=True)
+
+
+def _keys(config: type, path: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, sentence) of every field, below nested ones as well; `given` is the
+    default of the whole."""
+    for field in schema.fields(config):
+        key, default = f"{path}.{field.name}", given.get(field.name, field.default)
+        nested = schema.frozen_dataclass(field.type)
+        shown = str(default) if default is schema.REQUIRED else _text(default)
+        yield key, field.type_text, "" if nested else shown, field.doc
+        if nested:
+            yield from _keys(field.type, key, default if isinstance(default, Mapping) else {})
 
 
 def _many(kind: str) -> bool:

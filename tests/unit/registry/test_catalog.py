@@ -131,6 +131,34 @@ def test_component_without_keys_or_files_is_shown_all_the_same(
     assert "meaning" not in said
 
 
+def test_component_shows_keys_below_a_nested_one(
+    component: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It showed `algorithm.off_policy` and no word of what its keys mean."""
+    nested = """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voice:
+    pitch: int = 1
+    \"\"\"How high.\"\"\"
+    loud: bool = False
+    \"\"\"Whether to shout.\"\"\"
+
+
+class Words:"""
+    text = component.replace("\nclass Words:", nested).replace(
+        "        word: str",
+        '        voice: Voice = Voice(loud=True)\n        """Of whom."""\n        word: str',
+    )
+    (mine := tmp_path / "mine.py").write_text(
+        f'{text}\nmiles_components = {{"environment": {{"words": Words}}}}\n'
+    )
+    catalog.print_component(Registry.load(), "environment", str(mine))
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert ["environment.voice", "Voice", "Of", "whom."] in rows
+    assert ["environment.voice.pitch", "int", "1", "How", "high."] in rows
+    assert ["environment.voice.loud", "bool", "true", "Whether", "to", "shout."] in rows
+
+
 def test_component_of_a_local_file_is_shown_like_an_installed_one(
     component: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
