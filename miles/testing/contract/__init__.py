@@ -143,6 +143,5 @@ def _example(component: type, directory: Path) -> Mapping[str, Any]:
 
 
 def _words(error: Exception) -> str:
-    notes = "; ".join(getattr(error, "__notes__", ()))
-    text = f"{error} ({notes})" if notes else str(error)
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     return text if type(error).__name__ == "ContractError" else f"{type(error).__name__}: {text}"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from miles.errors import ContractError, MilesError
+from miles.errors import ContractError, MilesError, PluginError
 from miles.protocols import Context, Spec
 from miles.testing.boxes import FakeSandbox
 from miles.testing.tasks import FakeEnvironment
@@ -104,7 +104,17 @@ class Case:
         """A fresh instance, in the case's context with companions filled in and `changes` made to
         it."""
         around = replace(self.around(), **changes)
-        return self.registry.build(Spec(kind=self.kind, name=self.name, config=self.config), around)
+        spec = Spec(kind=self.kind, name=self.name, config=self.config)
+        try:
+            return self.registry.build(spec, around)
+        except PluginError as error:
+            for kind, fake in _FAKES.items():
+                if kind in _BEFORE.get(self.kind, ()) and type(getattr(around, kind)) is fake:
+                    error.add_note(
+                        f"the suite's own {kind} stood in, miles.testing.{fake.__name__}; in a "
+                        f"test of yours, a fixture miles_context with {kind}=... brings another"
+                    )
+            raise
 
     def around(self) -> Context:
         """The context this kind is built in: what stands before it in a run's order."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from miles.testing.contract.case import Case, equal_json, expect
 from miles.testing.samples import make_group
-from miles.testing.tasks import FakeEnvironment
 from miles.types import Drop, Group, Task, Trajectory
 
 LONG = 40
@@ -23,7 +22,7 @@ CUTS = (0, 1, 7, 16, 23)
 def check_next(case: Case) -> None:
     """It hands out the environment's training tasks, or None; after None there is nothing more."""
     selector = _build(case)
-    known = {t.id: t for t in FakeEnvironment().tasks("train")}
+    known = {t.id: t for t in case.companion("environment").tasks("train")}
     ended = False
     for number in range(LONG):
         task = selector.next()

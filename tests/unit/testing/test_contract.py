@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from miles import ConfigError
 from miles.plugins import Registry
 from miles.protocols import KINDS
-from miles.testing import contract
+from miles.testing import FakeEnvironment, context, contract
 
 HERE = Path(__file__).parent
 REGISTRY = Registry.load(files=[HERE / "broken.py", HERE / "boxes.py"])
@@ -77,6 +78,67 @@ def test_check_stops_when_the_component_cannot_be_built() -> None:
     assert len(faults) == 1
     assert "builds: ConfigError" in faults[0]
     assert "did you mean 'train'" in faults[0]
+
+
+PICKY = """
+from dataclasses import dataclass
+
+from miles.testing import FakeEnvironment
+
+
+class Ordered:
+    "Tasks by a key that only one environment gives them."
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Config:
+        pass
+
+    def __init__(self, config, context):
+        self.tasks = sorted(context.environment.tasks("train"), key=lambda t: t.data["size"])
+        self.at = 0
+
+    def next(self):
+        self.at += 1
+        return self.tasks[self.at % len(self.tasks)]
+
+    def admit(self, group): ...
+    def observe(self, group): ...
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+miles_components = {"selector": {"ordered": Ordered}}
+"""
+
+
+class Sized(FakeEnvironment):
+    """Tasks that say their size, and are no others'."""
+
+    def tasks(self, split):
+        return [replace(t, id=f"my-{t.id}", data={"size": 1}) for t in super().tasks(split)]
+
+
+def test_selector_of_one_environment_is_told_that_another_stood_in(tmp_path: Path) -> None:
+    """It said `KeyError: 'size'` and no word of tasks that were not those of the author."""
+    (tmp_path / "ordered.py").write_text(PICKY)
+    registry = Registry.load(files=[tmp_path / "ordered.py"])
+    (fault,) = contract.check("selector", "ordered", registry)
+    assert "cannot be built: KeyError: 'size'\n  File " in fault
+    assert fault.endswith(
+        "the suite's own environment stood in, miles.testing.FakeEnvironment; in a test of yours, "
+        "a fixture miles_context with environment=... brings another"
+    )
+
+
+def test_selector_is_held_to_the_tasks_of_the_environment_that_was_given(tmp_path: Path) -> None:
+    """`next` compared with the stand-in's tasks, whatever the context brought."""
+    (tmp_path / "ordered.py").write_text(PICKY)
+    registry = Registry.load(files=[tmp_path / "ordered.py"])
+    around = context(tmp_path, environment=Sized())
+    assert contract.check("selector", "ordered", registry, context=around) == []
 
 
 def test_check_gives_what_the_component_raised_as_a_fault() -> None:
