@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from miles import Array, Completion, EngineError, Request, Sampling
+from miles import Array, Completion, EngineError, Request, Sampling, choices
 
 __all__ = ["NOTHING", "prompt_start", "reply", "request_of", "triples"]
 
@@ -69,7 +69,7 @@ def request_of(body: Any) -> Request:
     if not isinstance(body, Mapping):
         _refuse("the body is no object")
     if unknown := sorted(set(body) - set(_BODY)):
-        _refuse(f"{unknown[0]} is not known here")
+        _refuse(f"{unknown[0]} is not known here; {choices(unknown[0], _BODY)}")
     if body.get("image_data"):
         _refuse("images are not served")
     if top := body.get("top_logprobs_num"):
@@ -81,7 +81,8 @@ def request_of(body: Any) -> Request:
     if every is not None and type(every) is not int:
         _refuse(f"sampling_params.stream_interval is {every!r}, no whole number")
     if unknown := sorted(set(params) - set(_SAMPLING)):
-        _refuse(f"sampling_params.{unknown[0]} is not known here")
+        what = choices(unknown[0], _SAMPLING)
+        _refuse(f"sampling_params.{unknown[0]} is not known here; {what}")
     for name, values in _NEUTRAL.items():
         if name in params and params[name] not in values:
             _refuse(f"sampling_params.{name} is {params[name]!r}; only {values[0]} is served")

@@ -206,10 +206,12 @@ def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoin
                     assert (reply.status, "no weights" in await reply.text()) == (503, True)
                 await client.load_directory(0, checkpoints[0])
                 for body, said in (
-                    ({"text": "hello"}, "text is not known here"),
+                    ({"text": "hello"}, "text is not known here; valid: "),
+                    ({"input_id": [1]}, "did you mean 'input_ids'? valid: "),
                     ({"input_ids": []}, "input_ids must be"),
                     ({"input_ids": [1], "top_logprobs_num": 2}, "top_logprobs_num is 2; only 0"),
                     ({"input_ids": [1], "sampling_params": {"regex": "a"}}, "regex is not known"),
+                    ({"input_ids": [1], "sampling_params": {"max_tokens": 1}}, "'max_new_tokens'?"),
                     ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "only 0 is served"),
                     ({"input_ids": [1], "sampling_params": {"top_p": "x"}}, "sampling_params"),
                     ({"input_ids": [1], "sampling_params": ["n"]}, "is no object"),
