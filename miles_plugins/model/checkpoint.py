@@ -142,12 +142,6 @@ class Dense:
 
     def _read(self, directory: Path) -> dict[str, Any]:
         path = directory / "config.json"
-        if not path.is_file():
-            held = sorted(p.name for p in directory.iterdir())[:8]
-            raise ConfigError(
-                f"model {self.family}: {path} does not exist; the directory holds "
-                f"{', '.join(held) or 'nothing'}"
-            )
         found = read_config(path, f"model {self.family}", _SHAPE)
         if not self.matches(found):
             other = found.get("model_type")

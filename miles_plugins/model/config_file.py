@@ -26,6 +26,11 @@ def read_config(path: Path, who: str, alone: tuple[str, ...] = ()) -> dict[str, 
     value has another type than is read everywhere; `alone` are more keys with one number each."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        held = sorted(p.name for p in path.parent.glob("*"))[:8]
+        raise ConfigError(
+            f"{who}: {path} does not exist; the directory holds {', '.join(held) or 'nothing'}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{who}: {path} cannot be read: {error}") from error
     except ValueError as error:

@@ -87,7 +87,7 @@ def test_embedded_engine_is_refused_by_name(tmp_path):
     ("kind", "words"),
     [
         (None, "model glm: path is empty; give model.path=DIRECTORY"),
-        ("", r"config\.json cannot be read"),
+        ("", r"config\.json does not exist; the directory holds nothing"),
         ("llama", "model_type 'llama', not glm4_moe, glm4_moe_lite, glm_moe_dsa"),
     ],
 )
