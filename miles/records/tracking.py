@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miles.errors import MilesError
 from miles.protocols import Tracker
 
 __all__ = ["Tracking"]
@@ -60,8 +61,10 @@ class Tracking:
                 tracker.close()
             else:
                 tracker.moment(name, data)
-        except Exception:  # a tracker is other people's code; the run goes on without it
-            log.exception("tracker %s failed at %s and is told nothing more", key, name)
+        except Exception as error:  # a tracker is other people's code; the run goes on without it
+            said = error.detail if isinstance(error, MilesError) else ""  # needs no traceback
+            text = "tracker %s failed at %s and is told nothing more" + (": %s" if said else "%s")
+            log.error(text, key, name, said, exc_info=not said)
             del self._trackers[key]
 
     def close(self, timeout: float = 30.0) -> Sequence[str]:

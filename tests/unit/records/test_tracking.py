@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from miles import RunError
 from miles.records.tracking import Tracking
 
 
@@ -57,6 +58,24 @@ def test_tracking_drops_a_broken_tracker_and_keeps_the_others() -> None:
     tracking.close()
     assert len(good.seen) == 3
     assert len(bad.seen) == 1
+
+
+def test_tracking_prints_no_traceback_of_what_a_tracker_said_itself(caplog) -> None:
+    """`tracker=wandb` without a key printed ten lines of Python around the one that says so."""
+
+    class Refused(Recorder):
+        def moment(self, name: str, data: Mapping[str, Any]) -> None:
+            raise RunError("tracker refused: there is no key")
+
+    tracking = Tracking({"refused": Refused(), "bad": Broken()})
+    tracking.moment("run_started", {})
+    tracking.close()
+    refused, bad = caplog.records
+    assert refused.getMessage() == (
+        "tracker refused failed at run_started and is told nothing more: "
+        "tracker refused: there is no key"
+    )
+    assert not refused.exc_info and bad.exc_info
 
 
 def test_tracking_never_waits_and_says_what_it_left_out() -> None:
