@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,8 @@ _ONCE = 1 << 20  # tokens between two parts of its stream: the first says one to
 
 
 class Shared(EngineError):
-    """The server refused requests that were asked together, because of one of them: asked alone,
-    each has its own answer."""
+    """Requests that were asked together got an error as their answer, or none that names them:
+    asked alone, each has its own."""
 
 
 class _Asked:
@@ -41,6 +42,13 @@ class _Asked:
         self.reply: asyncio.Future[Mapping[str, Any] | None]
         """None: nobody else asks, and it goes alone."""
         self.reply = asyncio.get_running_loop().create_future()
+
+    @wording.typed
+    def heard(self, part: Mapping[str, Any]) -> None:
+        """The next part of its reply. Raises `EngineError`."""
+        self.said.add(part)
+        if part["meta_info"].get("finish_reason") and not self.reply.done():
+            self.reply.set_result(self.said.whole())
 
 
 class Together:
@@ -111,25 +119,30 @@ class Together:
         body |= {name: [one.body[name] for one in some] for name in _OWN}
         body["sampling_params"] = [{**p, "stream_interval": _ONCE} for p in body["sampling_params"]]
         try:
-            async for part in self._http.parts("/generate", body, limit=self._limit):
-                self._heard(by_id, part)
+            parts = self._http.parts("/generate", body, limit=self._limit)
+            async with aclosing(parts):
+                async for part in parts:
+                    one = _whose(by_id, part)
+                    try:
+                        one.heard(part)
+                    except EngineError as error:  # the others are well
+                        _fail(one, error)
             if not all(one.reply.done() for one in some):
-                raise EngineError("engine sglang: of requests asked together, some had no answer")
-        except wording.Refused as error:
+                raise Shared("engine sglang: of requests asked together, some had no answer")
+        except (wording.Answered, Shared) as error:
             for one in some:
                 _fail(one, Shared(f"{error} (asked together with others)"))
         except EngineError as error:
             for one in some:
                 _fail(one, type(error)(str(error)))
 
-    @staticmethod
-    @wording.typed
-    def _heard(by_id: Mapping[str, _Asked], part: Mapping[str, Any]) -> None:
-        info = part["meta_info"]
-        one = by_id[info["id"]]
-        one.said.add(part)
-        if info.get("finish_reason") and not one.reply.done():
-            one.reply.set_result(one.said.whole())
+
+def _whose(by_id: Mapping[str, _Asked], part: Mapping[str, Any]) -> _Asked:
+    info = part.get("meta_info")
+    found = by_id.get(info.get("id", "")) if isinstance(info, Mapping) else None
+    if found is None:
+        raise Shared(f"engine sglang: a reply to none that was asked: {str(part)[:200]}")
+    return found
 
 
 def _fail(asked: _Asked, error: EngineError) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from miles import Array, Completion, EngineError, Request, Span
 
 __all__ = [
+    "Answered",
     "NotFound",
     "Refused",
     "completion",
@@ -45,7 +46,11 @@ class Unreachable(EngineError):
     """Nobody listens at the address, or it hung up."""
 
 
-class Refused(EngineError):
+class Answered(EngineError):
+    """The server, or what stands before it, answered a question with an error."""
+
+
+class Refused(Answered):
     """The server understood a question and does not do that."""
 
 
@@ -144,7 +149,7 @@ def event(line: bytes) -> dict[str, Any] | None:
 
 def failure(where: str, status: int, text: str) -> EngineError:
     """An answer that is an error."""
-    kind = NotFound if status == 404 else Refused if status == 400 else EngineError
+    kind = NotFound if status == 404 else Refused if status == 400 else Answered
     return kind(f"{where}: HTTP {status}: {' '.join(text.split())[:400]}")
 
 

@@ -82,6 +82,7 @@ class NativeServer:
         self.old_names = False
         self.silent: set[str] = set()  # paths that never answer
         self.fault: tuple[int, str] | None = None  # status and text of /generate
+        self.most_asked, self.fault_of_more = 1 << 20, 413  # requests in a question, and a status
         self.refused = -1  # a first token that /generate refuses
         self.twist: Any = None  # changes a reply
         self.peers: dict[Any, asyncio.BaseTransport] = {}  # connections there have been
@@ -198,6 +199,8 @@ class NativeServer:
         self.questions.append(len(bodies))
         if self.fault is not None:
             return web.json_response({"error": {"message": self.fault[1]}}, status=self.fault[0])
+        if len(bodies) > self.most_asked:
+            return web.Response(status=self.fault_of_more, text="more than one")
         if any(one["input_ids"][0] == self.refused for one in bodies):
             return web.json_response({"error": {"message": "refused"}}, status=400)
         if "logprob_start_len" in body:

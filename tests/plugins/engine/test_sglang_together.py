@@ -109,6 +109,59 @@ def test_sglang_request_that_is_refused_takes_no_other_along(play):
     play(check)
 
 
+@pytest.mark.parametrize("status", [413, 422, 429, 500, 503])
+def test_sglang_question_too_much_for_what_stands_between_is_asked_singly(play, status):
+    """Such as a proxy with a limit of length, or one that knows no lists: no request is at
+    fault."""
+
+    async def check(client, server):
+        server.most_asked, server.fault_of_more = 1, status
+        made = await asyncio.gather(*(client.generate(_request(9, i)) for i in range(4)))
+        assert [len(one.tokens) for one in made] == [9] * 4
+        assert server.questions == [4] + [1] * 4
+        server.fault = (status, "not at all")
+        asked = (client.generate(_request(9, i)) for i in range(4))
+        for one in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(one, EngineError) and f"HTTP {status}" in str(one)
+
+    play(check)
+
+
+def test_sglang_reply_that_is_broken_is_an_error_of_its_request_alone(play):
+    """Else one bad reply is held against as many keys as there were in the question, and the
+    router drains the engine."""
+
+    def break_it(reply):
+        if reply["meta_info"]["id"].startswith("g2.0/"):
+            del reply["meta_info"]["output_token_logprobs"]
+
+    async def check(client, server):
+        server.twist = break_it
+        asked = (client.generate(_request(9 + i, i)) for i in range(6))
+        made = await asyncio.gather(*asked, return_exceptions=True)
+        assert "output_token_logprobs" in str(made.pop(2))
+        assert [len(one.tokens) for one in made] == [9, 10, 12, 13, 14]
+        assert server.questions == [6] and len(server.aborted) == 1
+
+    play(check)
+
+
+@pytest.mark.parametrize("how", ["other", "none"])
+def test_sglang_requests_that_a_shared_reply_does_not_name_are_asked_singly(play, how):
+    def rename(reply):
+        reply["meta_info"].pop("id")
+        if how == "other":
+            reply["meta_info"]["id"] = "of somebody between"
+
+    async def check(client, server):
+        server.twist = rename
+        made = await asyncio.gather(*(client.generate(_request(9, i)) for i in range(4)))
+        assert [len(one.tokens) for one in made] == [9] * 4
+        assert server.questions == [4] + [1] * 4
+
+    play(check)
+
+
 @pytest.mark.parametrize("how", ["one", "all"])
 def test_sglang_requests_given_up_leave_those_of_their_question(play, how):
     async def check(client, server):
