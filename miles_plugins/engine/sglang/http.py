@@ -66,7 +66,7 @@ class Http:
         except TimeoutError:
             raise EngineError(f"{where}: no answer in {limit:g} s{self._why()}") from None
         except aiohttp.ClientError as error:
-            gone = isinstance(error, aiohttp.ClientConnectionError)
+            gone = isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
             kind = wording.Unreachable if gone else EngineError
             raise kind(f"{where}: {type(error).__name__}: {error}{self._why()}") from error
 
