@@ -134,7 +134,8 @@ class Asking:
         many there were."""
         chosen = [rid for rid, key in self.running.items() if keys is None or key in keys]
         self._cut.difference_update(chosen)
-        await asyncio.gather(*(self._abort(rid) for rid in chosen))
+        unsent = self._together.end_unsent(chosen)
+        await asyncio.gather(*(self._abort(rid) for rid in chosen if rid not in unsent))
         return len(chosen)
 
     async def _abort(self, rid: str) -> None:
@@ -149,9 +150,10 @@ class Asking:
     # ---- while weights change
 
     def close(self, *, cut: bool) -> None:
-        """Hold new requests; with `cut`, those that run and are now ended will be asked for
-        again."""
+        """Hold new requests, also those that have not gone to the server yet; with `cut`, those
+        that run and are now ended will be asked for again."""
         self._open.clear()
+        self._cut.update(self._together.end_unsent())
         if cut:
             self._cut.update(self.running)
 

@@ -9,7 +9,7 @@ under its own id: what is said of them, and what becomes of one that is cut or g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -81,6 +81,17 @@ class Together:
             return reply
         finally:
             self._under_way -= 1
+
+    def end_unsent(self, rids: Collection[str] | None = None) -> set[str]:
+        """End requests of these ids (None: all) that have not gone to the server, where an abort
+        would come before them; which they were."""
+        ended = set()
+        for one in (one for each in self._waiting.values() for one in each):
+            rid = one.body["rid"]
+            if not one.reply.done() and (rids is None or rid in rids):
+                one.reply.set_result(wording.unbegun(rid))
+                ended.add(rid)
+        return ended
 
     async def ended(self, limit: float) -> None:
         """Wait until the server has closed every question whose requests all ended, at most `limit`

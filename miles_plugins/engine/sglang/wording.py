@@ -34,6 +34,7 @@ __all__ = [
     "speculation",
     "triples",
     "typed",
+    "unbegun",
     "version",
 ]
 
@@ -151,6 +152,14 @@ def failure(where: str, status: int, text: str) -> EngineError:
     """An answer that is an error."""
     kind = NotFound if status == 404 else Refused if status == 400 else Answered
     return kind(f"{where}: HTTP {status}: {' '.join(text.split())[:400]}")
+
+
+def unbegun(rid: str) -> dict[str, Any]:
+    """The reply to a request that was ended before a server had it, as one that ends while it waits
+    there."""
+    end = {"type": "abort", "message": "ended before it was asked"}
+    info = {"id": rid, "finish_reason": end, "completion_tokens": 0, "output_token_logprobs": []}
+    return {"output_ids": [], "meta_info": info}
 
 
 @typed

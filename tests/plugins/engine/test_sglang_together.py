@@ -162,6 +162,55 @@ def test_sglang_requests_that_a_shared_reply_does_not_name_are_asked_singly(play
     play(check)
 
 
+async def _busy(client, server):
+    """Requests under way, so that the next ones wait for others."""
+    tasks = [asyncio.create_task(client.generate(_request(200, 100 + i))) for i in range(20)]
+    await _running(server, 20)
+    return tasks
+
+
+def test_sglang_abort_reaches_requests_that_have_not_gone_to_the_server(play):
+    """Else the server is told of an end before a beginning, and they run on."""
+
+    async def check(client, server):
+        busy = await _busy(client, server)
+        tasks = [asyncio.create_task(client.generate(_request(60, i))) for i in range(6)]
+        await asyncio.sleep(0)
+        assert await client.abort([f"g{i}.0" for i in range(5)]) == 5
+        made = await asyncio.gather(*tasks)
+        assert [(len(one.tokens), one.finish) for one in made] == [(0, "abort")] * 5 + [
+            (60, "length")
+        ]
+        assert len(server.bodies) == 21 and not server.aborted
+        assert all(len(one.tokens) == 200 for one in await asyncio.gather(*busy))
+
+    play(check)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_sglang_requests_that_have_not_gone_to_the_server_wait_for_new_weights(play, cut):
+    """And are asked under the salt and version of those."""
+
+    async def check(client, server):
+        busy = await _busy(client, server)
+        tasks = [asyncio.create_task(client.generate(_request(60, i))) for i in range(6)]
+        await asyncio.sleep(0)
+        asking = client._asking
+        asking.close(cut=cut)
+        await asyncio.sleep(0.02)
+        assert len(server.bodies) == 20
+        asking.newest, asking.salted = 7, True
+        asking.open()
+        made = await asyncio.gather(*tasks)
+        assert [(len(one.tokens), one.finish) for one in made] == [(60, "length")] * 6
+        assert {body["extra_key"] for body in server.bodies[20:]} == {"miles-7"}
+        assert server.questions == [20, 6]
+        await asyncio.gather(*busy)
+        assert not asking.running and not asking._cut
+
+    play(check)
+
+
 @pytest.mark.parametrize("how", ["one", "all"])
 def test_sglang_requests_given_up_leave_those_of_their_question(play, how):
     async def check(client, server):
