@@ -40,6 +40,8 @@ class Http:
         self._connections = connections
         self._lost = lost
         self._session: aiohttp.ClientSession | None = None
+        self._streams: set[aiohttp.StreamReader] = set()  # that are read
+        self._closed = False
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -55,6 +57,8 @@ class Http:
         self, method: str, path: str, body: Any, limit: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         where = f"engine sglang: {method} {self.url}{path}"
+        if self._closed:
+            raise wording.Unreachable(f"{where}: this client has hung up")
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=self.connect_s)
         try:
             async with self._client().request(
@@ -85,14 +89,21 @@ class Http:
         """What a stream says, as it comes. Raises `EngineError`."""
         async with self._sent("POST", path, body, limit) as reply:
             rest = b""
-            async for chunk in reply.content.iter_any():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if (part := wording.event(line)) is not None:
-                        yield part
+            self._streams.add(reply.content)
+            try:
+                async for chunk in reply.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if (part := wording.event(line)) is not None:
+                            yield part
+            finally:
+                self._streams.discard(reply.content)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up; who waits for an answer gets an `EngineError`."""
+        self._closed = True
+        for stream in self._streams:  # the session forgets them, and they would wait on
+            stream.set_exception(aiohttp.ClientConnectionError("this client hung up"))
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -241,6 +241,27 @@ def test_sglang_question_that_breaks_off_is_an_error_of_each(play):
     play(check)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_sglang_close_ends_questions_that_are_under_way(play, count):
+    """Else they wait until `timeout_s`."""
+
+    async def streamed(client):
+        async for _ in client.stream(_request(6000, 9)):
+            pass
+
+    async def check(client, server):
+        asked = [client.generate(_request(6000, i)) for i in range(count)]
+        tasks = [asyncio.create_task(one) for one in (*asked, streamed(client))]
+        await _running(server, count + 1)
+        await client.close()
+        async with asyncio.timeout(5):
+            made = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, EngineError) for one in made), made
+        assert not client._asking.running and client._http._session is None
+
+    play(check)
+
+
 def test_sglang_fault_of_ours_in_a_question_reaches_who_asked(play, monkeypatch):
     """Else they would wait for ever."""
 
