@@ -1,5 +1,5 @@
-"""Where a process stands that does not go on: at SIGUSR1 it writes the stacks of all its threads,
-and whoever watches it reads in its log what it is at.
+"""Where a process stands that does not go on: it says so when it is asked, and where it cannot
+answer any more it writes the stacks of all its threads at SIGUSR1, and others read in its log.
 
 Who has waited too long, and what follows, is decided elsewhere.
 """
@@ -11,6 +11,8 @@ import faulthandler
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from typing import TextIO
 
 from miles.threads import in_thread
 
-__all__ = ["answer_with_stacks", "log_tail", "stacks_held", "stacks_of"]
+__all__ = ["answer_with_stacks", "log_tail", "own_stacks", "stacks_held", "stacks_of"]
 
 ASK_S = 2.0
 """Seconds that a process has for its stacks, which takes it milliseconds."""
@@ -32,6 +34,7 @@ _TITLE = "--- the stacks of all threads, asked for because something waits too l
 _DUMP = re.compile(
     rf"(?:^\n)?^{_TITLE}\n(?:(?:Current thread|Thread) 0x.*\n|  .*\n|\n)*", re.MULTILINE
 )
+_CURRENT = re.compile(r"^Current thread 0x.*\n(?:  .*\n)*", re.MULTILINE)
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)$')
 _POOL = "concurrent/futures/thread.py"
@@ -63,6 +66,17 @@ def stacks_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def own_stacks() -> str:
+    """Write the stacks of all threads to standard error; what all but this one are at, in words.
+    They stand still meanwhile, so that it does them no harm."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    print(f"\n{_TITLE}\n{text}", end="", file=sys.stderr, flush=True)
+    return _work(_threads(_CURRENT.sub("", text)))
 
 
 async def stacks_of(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -121,6 +135,10 @@ def _told(threads: Sequence[Sequence[_Frame]]) -> str:
     if not threads:
         why = "as of a process that has not begun, is stopped or has ended"
         return f"no stacks within {ASK_S:g} s, {why}"
+    return _work(threads)
+
+
+def _work(threads: Sequence[Sequence[_Frame]]) -> str:
     # threads at the same place are told once, and so is one that somebody else asked for meanwhile
     work = list(dict.fromkeys(_words(f) for f in reversed(threads) if _works(f)))
     return " and ".join(work[:_THREADS]) or "at no call: its event loop waits, and no thread works"

@@ -29,7 +29,7 @@ from miles.errors import PluginVersionError, WeightSyncError, WorkerError
 from miles.identity import process_identity
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
-from miles.stacks import answer_with_stacks
+from miles.stacks import answer_with_stacks, own_stacks
 from miles.wire.calls import Answerer
 from miles.wire.frames import Connection
 from miles.workers.rollouts import Rollouts
@@ -46,7 +46,8 @@ PEERS_MAY = ("engine.generate", "engine.stream", "engine.score", "engine.abort",
              "engine.health")  # fmt: skip
 
 
-FOR_THE_DRIVER = ("build", "listen", "load_snapshot", "identity", "meeting")  # `worker.<name>`
+FOR_THE_DRIVER = ("build", "listen", "load_snapshot", "identity", "meeting", "stacks")
+"""As `worker.<name>`."""
 
 
 class Worker:
@@ -107,6 +108,10 @@ class Worker:
     async def identity(self) -> str:
         """Which process this is, as `miles.process_identity` says it."""
         return process_identity()
+
+    async def stacks(self) -> str:
+        """What its threads are at, in words; their stacks are in its log then."""
+        return own_stacks()
 
     async def meeting(self, host: str) -> list[int]:
         """Hold a port of `host` for the ranks to meet at, until the next time: the port, and the

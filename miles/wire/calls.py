@@ -7,6 +7,7 @@ and what becomes of it, is a runtime's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import inspect
 import socket
@@ -24,6 +25,7 @@ __all__ = ["Answerer", "Caller", "Peer", "call_ranks", "keep_alive", "whereabout
 
 _NAMES = 3  # of ranks that are at the same
 _MOST_ITEMS = 65536  # of one stream that nobody has read yet
+_ASK_S = 1.0  # for a worker to say what it is at
 _HELLO_LIMIT = 1024  # bytes of a frame before the other end has shown its token
 
 
@@ -67,6 +69,14 @@ class Caller:
         now = time.monotonic()
         return [(target, now - since) for target, since in self._asked.values()]
 
+    async def where(self) -> str:
+        """What the other end, a worker, is at, in words: as it says where its event loop is free,
+        otherwise as a signal has it say, which can harm one that works."""
+        with contextlib.suppress(TimeoutError, WorkerError):
+            words: str = await self.call("worker.stacks", (), {}, _ASK_S)
+            return words
+        return "" if self._where is None else await self._where()
+
     async def watch_silence(self, silent_after_s: float) -> None:
         """Fail open calls when nothing came for so long, heartbeats included, and name the oldest.
         Ends only when cancelled."""
@@ -75,7 +85,7 @@ class Caller:
             silent = time.monotonic() - self.last_seen
             if not self._open or silent <= silent_after_s:
                 continue
-            where = "" if self._where is None else f", {await self._where()}"
+            where = "" if self._where is None else f", {await self.where()}"
             if self._open and time.monotonic() - self.last_seen >= silent:
                 (target, seconds), *more = self.owed()
                 rest = f" and {len(more)} more" if more else ""

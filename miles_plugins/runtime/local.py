@@ -166,7 +166,7 @@ class _Process:
         self, name: str, log: Path, config: Local.Config, *, silent_after_s: float
     ) -> None:
         self.name = name
-        self.caller = Caller(name, self._dead, self.where)
+        self.caller = Caller(name, self._dead, self._signalled)
         self._log = log
         self._config = config
         self._silent_after_s = silent_after_s
@@ -211,6 +211,9 @@ class _Process:
             ) from None
 
     async def where(self) -> str:
+        return await self.caller.where()
+
+    async def _signalled(self) -> str:
         return await stacks_of(self._process, self._log)
 
     def _dead(self, what: str) -> WorkerError:

@@ -244,23 +244,6 @@ def test_trainer_that_hangs_in_a_publish_is_named_with_what_it_owes(
     assert "no last checkpoint: the trainer does not answer within 8 s (silent_after_s)" in output
 
 
-def test_every_process_that_is_asked_for_its_stacks_goes_on(tmp_path: Path) -> None:
-    run = started(*SHORT, f"run.dir={tmp_path}")
-    try:
-        wait_for_step(tmp_path, 3, run)
-        asked = {"driver": run.pid, **workers(run.pid)}
-        assert {"driver", "trainer", "engine", "rollout"} <= asked.keys()
-        for number in asked.values():
-            os.kill(number, signal.SIGUSR1)
-        wait_for_step(tmp_path, last_step(tmp_path) + 3, run)
-        assert {"driver": run.pid, **workers(run.pid)} == asked
-        for name in asked:
-            log = tmp_path / "run" / "logs" / f"{name}.log"
-            assert "(most recent call first)" in log.read_text(), name
-    finally:
-        run.kill()
-
-
 @pytest.mark.timeout(600)
 def test_killed_for_real_nothing_is_lost(tmp_path: Path) -> None:
     """The short form of `tests/bench/real_kills.py --kills 20`."""

@@ -73,6 +73,12 @@ class Stuck:
     def together(self):
         never.acquire()
 
+    def work(self):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            exec(compile("def f(x): return [x] * 9", "made", "exec"), {})  # and throws it away
+        return "done"
+
     def child(self):
         return subprocess.Popen(["sleep", "60"]).pid
 
@@ -168,6 +174,29 @@ def test_ranks_that_wait_for_one_another_tell_which_is_elsewhere(tmp_path: Path)
         )
         assert re.fullmatch(said, note), note
 
+    run(tmp_path, body)
+
+
+def test_worker_that_can_answer_says_where_it_is_without_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ends one that works now and then, as all that are slow do."""
+
+    def signalled(self: Any, number: int) -> None:
+        raise AssertionError(f"signal {number}")
+
+    async def body(runtime: Any, context: Context) -> None:
+        handle = await runtime.start("busy", PARTS, context)
+        assert await handle.where() == "at no call: its event loop waits, and no thread works"
+        working = asyncio.create_task(handle.call("precision.work"))
+        await asyncio.sleep(0.2)
+        for _ in range(8):
+            assert re.match(r"at .*stuck_plugin.py:\d+ .*work$", await handle.where())
+        assert await working == "done"
+        log = (tmp_path / "logs" / "busy.log").read_text()
+        assert log.count(_TITLE) == 9 and "in work" in log
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", signalled)
     run(tmp_path, body)
 
 

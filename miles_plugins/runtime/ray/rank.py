@@ -42,7 +42,7 @@ class Rank:
         """Address at which what is started beside the worker may listen."""
         self.devices: str | None = None
         """Its CUDA_VISIBLE_DEVICES."""
-        self.caller = Caller(name, self.gone, self.where)
+        self.caller = Caller(name, self.gone, self._signalled)
         self._cluster = cluster
         self._log = log
         self._stopping = False
@@ -114,7 +114,11 @@ class Rank:
             raise
 
     async def where(self) -> str:
-        """What the worker is at, in words, by the stacks that its actor has it write."""
+        """What the worker is at, in words."""
+        return await self.caller.where()
+
+    async def _signalled(self) -> str:
+        """The same, by the stacks that its actor has it write."""
         try:
             words: str = await self.ask("stacks")
         except WorkerError:
