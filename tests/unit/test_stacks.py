@@ -251,7 +251,12 @@ def test_sigusr1_leaves_the_driver_working_with_its_stacks_in_its_log(tmp_path: 
     )
     pipe = subprocess.PIPE
     driver = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-u", "-c", code],
+        cwd=tmp_path,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
     assert driver.stdout is not None and driver.stdin is not None and driver.stderr is not None
     assert driver.stdout.readline().startswith("miles ")
