@@ -50,7 +50,10 @@ def _lengths(planned: Any, name: str, tasks: Sequence[Any]) -> list[str]:
     if limit is None:
         return []
     longest, task = 0, None
-    told = tuple(getattr(planned.built["environment"], "schemas", ()))
+    told = getattr(planned.built["environment"], "schemas", ())
+    if isinstance(told, str) or not isinstance(told, Sequence):
+        kind = type(told).__name__
+        return [f"{name}: schemas is a {kind}; it has to be a list of tools, or a property of one"]
     for one in tasks:
         raw = one.prompt
         size = len(tito.encode(raw) if isinstance(raw, str) else tito.render(raw, tools=told))

@@ -174,6 +174,12 @@ def test_prompt_that_is_text_is_not_said_to_have_tools(tmp_path, component):
     assert re.search(r"the prompt of task '\S+' has \d+ tokens", text), text
 
 
+def test_tools_of_an_environment_that_are_no_list_are_a_fault_and_no_traceback(tmp_path, component):
+    body = component.replace("    def tasks", "    def schemas(self): ...\n\n    def tasks", 1)
+    text = found(*local(tmp_path, body))
+    assert "environment 'mine': schemas is a method; it has to be a list of tools" in text, text
+
+
 def test_demonstrations_need_solutions(tmp_path, component):
     overrides = local(tmp_path, component.replace(", solution=self.config.word", ""))
     text = found(*overrides, "engine=demonstration", "algorithm=sft")
