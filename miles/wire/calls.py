@@ -44,7 +44,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 class Caller:
     """The asking end. `dead(what)` makes the error for calls that can no longer be answered, and
-    `where()` says what a silent other end is at."""
+    `where()` has one that no longer answers say by a signal what it is at."""
 
     def __init__(
         self,
