@@ -4,6 +4,7 @@ without."""
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import tomllib
@@ -88,7 +89,8 @@ def test_module_has_no_faults_of_style(name: str) -> None:
 
 
 def faults_of_style(name: str, text: str) -> Iterator[str]:
-    """Asserts, broad excepts without a reason, empty names, marks of unfinished work, pickle."""
+    """Asserts, broad excepts without a reason, empty names, marks of unfinished work, pickle, and
+    processes that would import what lies in the folder they are started in."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         where = f"{name}:{getattr(node, 'lineno', 0)}"
@@ -102,11 +104,20 @@ def faults_of_style(name: str, text: str) -> Iterator[str]:
             parts = re.findall(r"[A-Z]?[a-z]+", node.name)
             for word in {part.lower() for part in parts} & set(WORDS):
                 yield f"{where} is called {node.name}: {word!r} says nothing"
+        if isinstance(node, ast.List | ast.Call) and starts_a_module(node):
+            yield f"{where} starts a module without -P: it would import from the folder it is in"
         if isinstance(node, ast.Import) and any(a.name in ("pickle", "dill") for a in node.names):
             yield f"{where} imports pickle: what crosses a process is plain"
     for number, line in enumerate(lines, start=1):
         if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line):
             yield f"{name}:{number} is unfinished: {line.strip()}"
+
+
+def starts_a_module(node: ast.List | ast.Call) -> bool:
+    """Whether this Python is given `-m` at once."""
+    words = node.elts if isinstance(node, ast.List) else node.args
+    said = [ast.unparse(word) for word in words]
+    return any(pair == ("sys.executable", "'-m'") for pair in itertools.pairwise(said))
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
@@ -139,6 +150,8 @@ def test_no_large_file_is_tracked() -> None:
         ("class PluginManager:\n    pass", "'manager' says nothing"),
         ("def io_utils():\n    pass", "'utils' says nothing"),
         ("import pickle", "pickle"),
+        ("run([sys.executable, '-m', 'miles.worker'])", "without -P"),
+        ("run(sys.executable, '-m', 'miles.worker')", "without -P"),
         ("x = 1  # TODO", "unfinished"),
     ],
 )

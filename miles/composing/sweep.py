@@ -47,7 +47,9 @@ def sweep(
         print(f"miles: job {number + 1} of {len(jobs)}: {swept or 'one run'}", flush=True)
         words = [o for o in job if not o.startswith("run.name=")]
         began = time.monotonic()
-        code = _ended([sys.executable, "-m", "miles", "run", *options, *words, f"run.name={name}"])
+        code = _ended(
+            [sys.executable, "-P", "-m", "miles", "run", *options, *words, f"run.name={name}"]
+        )
         outcomes.append((name, swept, code, time.monotonic() - began))
         if code == 130:
             break

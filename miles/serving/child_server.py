@@ -54,7 +54,7 @@ class ChildServer:
     def __init__(self, module: str, arguments: Sequence[str] = (), *, who: str, log: Path) -> None:
         """`who` begins messages, as in "environment openenv: the server of x"; `log` is where the
         child writes."""
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._who, self._log = who, log
         self._lock = threading.Lock()
         self._running: list[subprocess.Popen[str]] = []

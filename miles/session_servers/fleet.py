@@ -42,6 +42,7 @@ class _Worker:
         """Raises `WorkerError` when it does not say where it is."""
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "miles.session_servers.fleet",
             stdin=asyncio.subprocess.PIPE,

@@ -86,7 +86,7 @@ class Grader:
     def _start(self) -> Child:
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(math.ceil(self._deadline_s) + _GRACE_S)],
+                [sys.executable, "-P", "-m", __name__, str(math.ceil(self._deadline_s) + _GRACE_S)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

@@ -157,7 +157,7 @@ class External(Playing):
         logs = self._directory / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         says, told = os.pipe()
-        leash = [sys.executable, "-m", "miles_plugins.evaluator.leash", str(told), *words]
+        leash = [sys.executable, "-P", "-m", "miles_plugins.evaluator.leash", str(told), *words]
         try:
             with (logs / "evaluator.log").open("ab") as output:
                 process = await asyncio.create_subprocess_exec(

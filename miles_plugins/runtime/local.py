@@ -176,7 +176,7 @@ class _Process:
         self._sock = ours
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
-        command = [sys.executable, "-m", "miles.worker", "--name", name]
+        command = [sys.executable, "-P", "-m", "miles.worker", "--name", name]
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with log.open("ab") as output, theirs, stacks_held():
             self._process = subprocess.Popen(

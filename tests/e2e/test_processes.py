@@ -51,6 +51,17 @@ def _wait(condition, seconds, what):
 
 
 @pytest.mark.slow
+def test_what_lies_in_the_folder_of_a_run_passes_for_no_package(command, tiny_overrides, tmp_path):
+    """People run where their own `datasets` is; `python -m` would import that one."""
+    for name in ("json.py", "queue.py", "torch/__init__.py", "datasets/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"raise SystemExit('imported {name} of the folder')\n")
+    ended = command("run", *tiny_overrides, "stages.grpo.steps=1", cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+@pytest.mark.slow
 def test_killed_driver_leaves_no_worker_behind(tiny_overrides, tmp_path):
     """SIGKILL gives the driver no chance to say goodbye; the workers notice by themselves."""
     overrides = [*tiny_overrides, "stages.sft.steps=100000", f"run.dir={tmp_path}", "run.name=run"]

@@ -58,8 +58,10 @@ def _own(directory: Path) -> int:
 def test_default_run_learns_on_sglang_and_survives_a_server_that_is_killed(sglang_python, tmp_path):
     directory, steps = tmp_path / "run", 6
     words = [*SHORT, f"engine.python={sglang_python}", f"run.dir={tmp_path}"]
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was imported')\n")
     run = subprocess.Popen(
         [str(MILES), "run", *words, f"stages.grpo.steps={steps}"],
+        cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -93,12 +93,10 @@ def location(python: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _said(python: str, environment: Mapping[str, str] | None, look: str) -> str:
-    # PYTHONPATH counts, as it does for the server; the folder that the run was started in does not
-    around = {**os.environ, **(environment or {}), "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(
             [python, "-c", look],
-            env=around,
+            env=_around(environment or {}),
             capture_output=True,
             text=True,
             timeout=60,
@@ -113,6 +111,12 @@ def _said(python: str, environment: Mapping[str, str] | None, look: str) -> str:
             "of its packages as 'engine.environment={PYTHONPATH: /path}'"
         )
     return done.stdout.strip()
+
+
+def _around(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a server's interpreter is started with. PYTHONPATH counts; the folder that the run was
+    started in does not: what lies there, such as a folder `datasets`, would pass for a package."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", **environment}
 
 
 class Server:
@@ -153,7 +157,7 @@ class Server:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **environment},
+                env=_around(environment),
             )
         self.url = f"http://127.0.0.1:{port}"
 

@@ -123,7 +123,7 @@ class Keeper:
             **_interface(self._address),
             **order["environment"],
         }
-        command = [sys.executable, "-m", "miles.worker", "--name", order["name"]]
+        command = [sys.executable, "-P", "-m", "miles.worker", "--name", order["name"]]
         command += ["--fd", str(caller.fileno()), "--parent", str(os.getpid())]
         with open(order["log"], "ab") as output, stacks_held():
             output.write(f"--- {order['title']} on {socket.gethostname()}\n".encode())

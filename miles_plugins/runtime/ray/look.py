@@ -21,7 +21,7 @@ def look(address: str, *, timeout_s: float) -> list[Node]:
     a node of it."""
     if fault := reach(address):
         raise ConfigError(fault)
-    command = [sys.executable, "-m", __name__, address]
+    command = [sys.executable, "-P", "-m", __name__, address]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
