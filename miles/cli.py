@@ -19,6 +19,7 @@ from miles.plugins import Registry
 from miles.protocols import KINDS
 from miles.simulate import command as simulating
 from miles.stacks import answer_with_stacks
+from miles.threads import take_turns
 
 if TYPE_CHECKING:
     from miles.config import Plan
@@ -48,6 +49,7 @@ exit codes: 0 good, 1 a run or check failed, 2 wrong usage or configuration, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     answer_with_stacks()
+    take_turns()
     try:
         registry, (parser, subparsers) = Registry.load(**selection(os.environ)), _parser()
         try:
@@ -94,9 +96,6 @@ def selection(environment: Mapping[str, str]) -> dict[str, Any]:
 def _say(error: MilesError) -> None:
     first, *rest = error.detail.splitlines()
     print("\n  ".join([f"miles: {first}", *rest]), file=sys.stderr)
-
-
-# ---------------------------------------------------------------- words
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from miles.identity import process_identity
 from miles.plugins import Registry, compare_provenance
 from miles.protocols import Context, Spec
 from miles.stacks import answer_with_stacks, own_stacks
+from miles.threads import take_turns
 from miles.wire.calls import Answerer
 from miles.wire.frames import Connection
 from miles.workers.rollouts import Rollouts
@@ -238,6 +240,10 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     _die_with_parent(args.parent)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("miles", "miles_plugins"):  # libraries tell every request
+        logging.getLogger(name).setLevel(logging.INFO)
+    take_turns()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     sock = socket.socket(fileno=args.fd)
     sock.setblocking(False)

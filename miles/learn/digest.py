@@ -15,8 +15,9 @@ from torch import Tensor
 __all__ = ["Whole", "contents", "dtype_name", "hexadecimal", "sums"]
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""8-byte words that are mixed at a time: what a CPU's cache holds, what keeps a GPU busy."""
+_WORDS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""8-byte words that are mixed at a time: so many that a busy interpreter is waited for rarely, what
+keeps a GPU busy."""
 _keys: dict[torch.device, Tensor] = {}
 
 

@@ -21,6 +21,7 @@ from miles.session.server import make_front, serve
 from miles.session_servers.command import planned, refuse_another_number, serve_alone
 from miles.settings import Settings
 from miles.stacks import answer_with_stacks
+from miles.threads import take_turns
 
 __all__ = ["main", "serve_fleet"]
 
@@ -160,6 +161,7 @@ def main() -> int:
     """What a server process runs: its order is the first line of its input, the end of which is
     its own."""
     answer_with_stacks()
+    take_turns()
     order = json.loads(sys.stdin.readline())
     registry = Registry.load(**order["selection"])
     plan = planned(order["overrides"], registry=registry, folders=order["folders"])

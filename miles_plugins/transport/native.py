@@ -78,6 +78,7 @@ class Native:
         Raises `WeightsDiffer` naming tensors, by the server's names.
         """
         first = await self._checksums()
+        _log.info("transport %s: version %d: checksums taken", self._name, version)
         try:
             await self._channel.post("/weights_checker", {"action": "reset_tensors"})
         except MilesError as error:
@@ -86,6 +87,7 @@ class Native:
         body |= {"weight_version": str(version)}
         await self.post("/update_weights_from_disk", body)
         second = await self._checksums()
+        _log.info("transport %s: version %d: read from a snapshot", self._name, version)
         differ = [name for name in second if first.get(name) != second[name]]
         if differ:
             more = f" and {len(differ) - 8} more" if len(differ) > 8 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from miles.threads import Threads, in_thread
+from miles.threads import Threads, in_thread, take_turns
 
 
 def test_in_thread_gives_what_the_call_returns_without_blocking_the_loop() -> None:
@@ -234,3 +235,29 @@ def test_threads_give_a_place_back_that_no_thread_could_take(monkeypatch):
 
     ran = []
     assert asyncio.run(main()) == 2 and ran == []
+
+
+def test_computation_beside_a_busy_thread_is_not_held_up_at_every_operation() -> None:
+    """Checking a snapshot of 0.3 GB beside 256 requests held up a publish for 15 s."""
+    before, over, data = sys.getswitchinterval(), threading.Event(), bytes(1 << 17)
+
+    def busy() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        for _ in range(100):
+            hashlib.sha256(data)  # lets go of the interpreter, and wants it back
+        return time.perf_counter() - began
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        held_up = seconds()
+        take_turns()
+        assert seconds() < held_up / 2
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        thread.join()

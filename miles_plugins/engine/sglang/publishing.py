@@ -68,6 +68,7 @@ class Publishing:
     async def pause(self, mode: str) -> None:
         """`in_place` and `retract` keep requests; `abort` returns when all have ended."""
         await self._http.ask("POST", "/pause_generation", {"mode": mode}, limit=self._limit)
+        _log.info("engine sglang: paused (%s)", mode)
 
     async def resume(self) -> None:
         """Go on."""
@@ -109,6 +110,7 @@ class Publishing:
             raise Unknown(f"engine sglang: loading version {version}: {error}") from error
         if wrong := says.verdict(reply):
             raise Unknown(f"engine sglang: loading version {version} from {directory}: {wrong}")
+        _log.info("engine sglang: version %d: read", version)
 
     async def _try(self, version: int, directory: Path, *, flush: bool) -> None:
         """Scramble all tensors and read again: those whose checksums then differ did not come from
@@ -119,13 +121,16 @@ class Publishing:
         except wording.Refused as error:
             _log.warning("engine sglang: an update cannot be proved in this server: %s", error)
             return
+        _log.info("engine sglang: version %d: checksums taken", version)
         body = {"action": "reset_tensors"}
         try:
             await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
         except MilesError as error:  # some may be scrambled all the same, so they are read again
             _log.warning("engine sglang: weights cannot be scrambled: %s", error)
+        _log.info("engine sglang: version %d: scrambled", version)
         await self._read(version, directory, flush=flush)
         second = await self.checksums()
+        _log.info("engine sglang: version %d: checksums taken again", version)
         try:
             _differ(version, first, second, "do not come from the files")
         except WeightsDiffer as error:
