@@ -53,6 +53,7 @@ SIZES = {
 PARTS = {
     "receiver.begin": "pause", "sender.open": "meet", "sender.join": "meet",
     "receiver.join": "meet", "sender.fill": "transfer", "receiver.take": "transfer",
+    "sender.begun": "transfer",
     "sender.write": "transfer", "receiver.look": "transfer", "receiver.stage": "transfer",
     "receiver.load": "switch", "receiver.finish": "switch", "sender.snapshot": "prove",
     "receiver.prove": "prove", "receiver.go_on": "go_on", "sender.finish": "free",
