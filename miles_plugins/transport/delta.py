@@ -23,7 +23,7 @@ from miles import Engine, WeightSyncError, process_alive, process_identity
 from miles.learn.digest import Whole, contents, dtype_name
 from miles_plugins.transport import snapshot
 from miles_plugins.transport.serving import Serving
-from miles_plugins.transport.snapshot import SnapshotSender, Writer
+from miles_plugins.transport.snapshot import SnapshotSender, Writer, one_thread
 
 __all__ = ["DeltaReceiver", "DeltaSender"]
 
@@ -169,7 +169,7 @@ class DeltaReceiver:
                 f"{self._base or 'nothing'} is held"
             )
         stream = applied(self._held, there, entries) if base else snapshot.tensors(there, entries)
-        with Writer(self._local, file_bytes=self._file_bytes) as writer:
+        with one_thread(), Writer(self._local, file_bytes=self._file_bytes) as writer:
             for name, tensor in stream:
                 writer.add(name, tensor)
             differ = [

@@ -32,6 +32,7 @@ __all__ = [
     "SnapshotReceiver",
     "SnapshotSender",
     "Writer",
+    "one_thread",
     "own_folder",
     "read_manifest",
     "tensors",
@@ -285,7 +286,8 @@ def check_headers(folder: Path, entries: list[dict[str, Any]]) -> None:
 
 def check_contents(folder: Path, entries: list[dict[str, Any]]) -> None:
     """Raises `WeightSyncError` naming the tensors whose bytes are not those that were sent."""
-    found = hexadecimal(sums(tensor for _, tensor in tensors(folder, entries)))
+    with one_thread():
+        found = hexadecimal(sums(tensor for _, tensor in tensors(folder, entries)))
     pairs = zip(entries, found, strict=True)
     differ = [entry["name"] for entry, content in pairs if content != entry["content"]]
     if differ:
@@ -293,6 +295,18 @@ def check_contents(folder: Path, entries: list[dict[str, Any]]) -> None:
             f"transport disk: {len(differ)} tensors in {folder} differ from what the trainer sent: "
             f"{', '.join(differ[:8])}"
         )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The calling thread computes by itself: torch's threads spin while they wait for each other,
+    for seconds where a server beside them occupies the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 _SHORT = {

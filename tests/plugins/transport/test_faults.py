@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from miles import ConfigError, Context, Gpu, Spec, WeightSyncError, process_identity
-from miles.learn.digest import contents
+from miles.learn.digest import contents, sums
 from miles.testing import FakeHandle
 from miles_plugins.transport.broadcast import BroadcastReceiver, BroadcastSender, Group
 from miles_plugins.transport.delta import DeltaReceiver
@@ -31,7 +31,12 @@ from miles_plugins.transport.handles import IpcSender
 from miles_plugins.transport.ipc import Ipc
 from miles_plugins.transport.nccl import Nccl
 from miles_plugins.transport.rdma import Rdma
-from miles_plugins.transport.snapshot import SnapshotReceiver, SnapshotSender
+from miles_plugins.transport.snapshot import (
+    SnapshotReceiver,
+    SnapshotSender,
+    check_contents,
+    read_manifest,
+)
 
 
 class Trainer:
@@ -83,6 +88,32 @@ def test_snapshot_of_a_trainer_that_died_is_absent_and_cleared_by_the_next(tmp_p
     written = sender.write(4)
     assert _names(tmp_path) == ["version_000004"]
     SnapshotReceiver(Engine()).look(written["directory"], written["digest"])
+
+
+@pytest.mark.parametrize("kind", [SnapshotReceiver, DeltaReceiver])
+def test_contents_are_compared_by_one_thread(tmp_path, monkeypatch, kind):
+    """Torch's own threads spin for each other: beside a busy server, 6 s where one takes 0.2."""
+    written = _sender(tmp_path / "sent").write(1)
+    seen, before = [], torch.get_num_threads()
+
+    def noted(made):
+        seen.append(torch.get_num_threads())
+        return sums(made)
+
+    monkeypatch.setattr("miles_plugins.transport.snapshot.sums", noted)
+    monkeypatch.setattr("miles.learn.digest.sums", noted)
+    torch.set_num_threads(2)
+    try:
+        if kind is SnapshotReceiver:
+            folder = Path(written["directory"])
+            check_contents(folder, read_manifest(folder)["tensors"])
+        else:
+            receiver = DeltaReceiver(Engine(), local=tmp_path / "here", file_bytes=4000)
+            receiver.stage(written["directory"], written["digest"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen and set(seen) == {1}
 
 
 def test_old_snapshot_is_deleted_when_the_new_one_is_served_and_not_before(tmp_path):
