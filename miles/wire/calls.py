@@ -44,13 +44,13 @@ def keep_alive(sock: socket.socket) -> None:
 
 class Caller:
     """The asking end. `dead(what)` makes the error for calls that can no longer be answered, and
-    `where()` has one that no longer answers say by a signal what it is at."""
+    `signalled()` has one that no longer answers say by a signal what it is at."""
 
     def __init__(
         self,
         name: str,
         dead: Callable[[str], WorkerError],
-        where: Callable[[], Awaitable[str]] | None = None,
+        signalled: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self.name = name
         self.connection = Connection(self._on_frame, self._on_lost)
@@ -59,7 +59,7 @@ class Caller:
         self.last_seen = time.monotonic()
         """When the last frame came, heartbeats included."""
         self._dead = dead
-        self._where = where
+        self._signalled = signalled
         self._open: dict[int, asyncio.Future[Any] | asyncio.Queue[Any]] = {}
         self._asked: dict[int, tuple[str, float]] = {}  # what, and when
         self._next = 0
@@ -75,7 +75,7 @@ class Caller:
         with contextlib.suppress(TimeoutError, WorkerError):
             words: str = await self.call("worker.stacks", (), {}, _ASK_S)
             return words
-        return "" if self._where is None else await self._where()
+        return "" if self._signalled is None else await self._signalled()
 
     async def watch_silence(self, silent_after_s: float) -> None:
         """Fail open calls when nothing came for so long, heartbeats included, and name the oldest.
@@ -85,7 +85,7 @@ class Caller:
             silent = time.monotonic() - self.last_seen
             if not self._open or silent <= silent_after_s:
                 continue
-            where = "" if self._where is None else f", {await self.where()}"
+            where = "" if self._signalled is None else f", {await self.where()}"
             if self._open and time.monotonic() - self.last_seen >= silent:
                 (target, seconds), *more = self.owed()
                 rest = f" and {len(more)} more" if more else ""

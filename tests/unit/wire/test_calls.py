@@ -150,7 +150,7 @@ def test_calls_to_an_end_that_speaks_while_it_is_asked_where_it_is_go_on() -> No
             asked.set()
             return "at its place"
 
-        caller._where = caller.where = where  # type: ignore[method-assign]
+        caller._signalled = caller.where = where  # type: ignore[method-assign]
         watch = asyncio.create_task(caller.watch_silence(0.2))
         call = asyncio.create_task(caller.call("wait", [], {}, None))
         await asked.wait()
