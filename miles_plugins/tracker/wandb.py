@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from miles import ConfigError, Context, RunError
 from miles_plugins.tracker.extra import require
+from miles_plugins.tracker.wandb_key import has_key
 
 
 class Wandb:
@@ -46,6 +47,17 @@ class Wandb:
     def example_config(cls, directory: Path) -> Mapping[str, Any]:
         """For the contract suite: it neither asks for a key nor sends anything."""
         return {"mode": "offline"}
+
+    @classmethod
+    def check(cls, config: Config, planned: Any) -> Sequence[str]:
+        """Whether an online run would find its key: in a run there is nobody to ask for one."""
+        if config.mode != "online" or has_key(config.api_key_env):
+            return []
+        return [
+            f"mode=online, and there is no API key: neither in {config.api_key_env} nor where "
+            "`wandb login` keeps it; run `wandb login` first, or use tracker.wandb.mode=offline "
+            "and send the run later with `wandb sync`"
+        ]
 
     def __init__(self, config: Config, context: Context) -> None:
         require("wandb", distribution="wandb")

@@ -1,6 +1,7 @@
 """The wandb tracker in offline mode, read back from W&B's own file format."""
 
 import json
+import os
 import struct
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from miles import ConfigError, Context
+from miles.check import check
+from miles.config import compose
 from miles_plugins.tracker.wandb import Wandb
 
 wandb = pytest.importorskip("wandb")
@@ -84,6 +87,66 @@ def test_wandb_keeps_its_run_over_a_resume(tmp_path: Path) -> None:
     first = (tmp_path / "wandb-id").read_text()
     drive(tmp_path, mode="disabled")
     assert (tmp_path / "wandb-id").read_text() == first
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without a key; returned is its folder."""
+    for name in [n for n in os.environ if n.startswith(("WANDB_", "SM_", "NETRC"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def checked(*overrides: str) -> str:
+    plan = compose(["experiment=grpo", "tito=bytes", "tracker=[jsonl,wandb]", *overrides])
+    return "\n".join(check(plan).faults)
+
+
+def test_check_of_wandb_without_a_key_says_so_and_what_instead(nobody: Path) -> None:
+    said = checked()
+    assert "tracker 'wandb': mode=online, and there is no API key: neither in WANDB_API_KEY" in said
+    assert "run `wandb login` first, or use tracker.wandb.mode=offline" in said
+    assert checked("tracker.wandb.mode=offline") == checked("tracker.wandb.mode=disabled") == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "variables"),
+    [
+        ("", "", {"WANDB_API_KEY": KEY}),
+        ("", "", {"MINE": KEY}),
+        ("", "", {"WANDB_IDENTITY_TOKEN_FILE": "token"}),
+        (".netrc", f"machine api.wandb.ai login user password {KEY}\n", {}),
+        (".netrc", f"machine api.forge.coreweave.com login user password {KEY}\n", {}),
+        ("_netrc", f"machine api.wandb.ai login user password {KEY}\n", {}),
+        ("other", f"machine api.wandb.ai login user password {KEY}\n", {"NETRC": "other"}),
+        (".netrc", f"machine w.org login a password {KEY}", {"WANDB_BASE_URL": "https://w.org"}),
+        (".config/wandb/settings", f"[default]\napi_key = {KEY}\n", {}),
+        ("wandb/settings", f"[default]\napi_key = {KEY}\n", {}),
+        ("set/settings", f"[default]\napi_key = {KEY}\n", {"WANDB_CONFIG_DIR": "set"}),
+    ],
+)
+def test_check_of_wandb_finds_the_key_where_the_library_does(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if file:
+        (nobody / file).parent.mkdir(parents=True, exist_ok=True)
+        (nobody / file).write_text(text)
+        (nobody / file).chmod(0o600)
+    assert checked("tracker.wandb.api_key_env=MINE") == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["machine other.org login a password b\n", "machine\n", "", "not netrc at all \\"]
+)
+def test_check_of_wandb_takes_no_other_entry_of_netrc_for_a_key(nobody: Path, text: str) -> None:
+    (nobody / ".netrc").write_text(text)
+    (nobody / ".config/wandb").mkdir(parents=True)
+    (nobody / ".config/wandb/settings").write_text("no section = here")
+    assert "there is no API key" in checked()
 
 
 def test_wandb_refuses_an_empty_project(tmp_path: Path) -> None:
