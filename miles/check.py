@@ -82,6 +82,8 @@ def check(plan: Plan) -> Report:
         warnings += [head + warning for warning in doubtful]
     faults += _between(plan.stages)
     warnings += _evaluations(plan.stages, registry)
+    for stage in plan.stages[:1]:  # a run has the trackers of its first stage
+        warnings += _told(partial(_records, stage, registry))
     names = [stage.name for stage in plan.stages]
     return Report(faults=once(faults, names), warnings=once(warnings, names))
 
@@ -313,3 +315,23 @@ def _evaluations(stages: Sequence[Stage], registry: Registry) -> tuple[str, ...]
     if not wanted or any(_samples(registry, s) for s in stages):
         return ()
     return ("evaluator: no stage has an engine that samples, so every evaluation will be skipped",)
+
+
+def _records(stage: Stage, registry: Registry) -> list[str]:
+    """Whether a tracker writes what reports are made of."""
+    trackers = stage.specs["tracker"]
+    chosen = trackers if isinstance(trackers, tuple) else ()
+    names = [spec.name for spec in chosen]
+    instead = f"use tracker=[{''.join(f'{name},' for name in names)}jsonl]"
+    for spec in chosen:
+        component = registry.component("tracker", spec.name)
+        if (told := getattr(component, "records", None)) is None:
+            continue
+        if told(schema.build(component.Config, spec.config, owner=spec.name)):
+            return []
+        instead = f"{spec.name} does, unless another file is named"
+    return [
+        f"tracker: none that is chosen ({', '.join(names) or 'there is none'}) writes "
+        "metrics.jsonl, without which `miles report` and the report at the run's end are empty; "
+        f"{instead}"
+    ]

@@ -6,6 +6,7 @@ files is `miles.records.record`, drawing is `miles.records.curves`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from miles.records.record import Line, Record, read
 
 __all__ = ["write"]
 
+_log = logging.getLogger(__name__)
 _TIMES = ("wait", "train", "publish", "eval_wait", "overhead")
 _SHOWN_SAMPLES = 12
 
@@ -30,6 +32,8 @@ def write(run_dir: Path | str) -> Path:
     """
     record = read(run_dir)
     path = record.directory / "report.html"
+    if record.outcome == "unrecorded":
+        _log.warning("%s is empty: %s", path, record.why)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(_page(record), encoding="utf-8")
     partial.replace(path)
@@ -314,7 +318,7 @@ def _warnings(record: Record) -> str:
     if record.unreadable:
         last["unreadable"] = "unreadable lines in metrics.jsonl or samples.jsonl, left out here"
         count["unreadable"] = record.unreadable
-    rows = [("failed", record.why)] if record.why else []
+    rows = [(record.outcome, record.why)] if record.why else []
     rows += [(f"{count[kind]}×", text) for kind, text in last.items()]
     return _section("Warnings", _table(("", ""), rows)) if rows else ""
 

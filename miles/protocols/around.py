@@ -67,7 +67,11 @@ class Runtime(Protocol):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go. Called from one thread of its own, never from the loop."""
+    """Where metrics go. Called from one thread of its own, never from the loop.
+
+    Optional: a classmethod `records(config) -> bool` says whether it writes `metrics.jsonl`, which
+    reports are made of; without it, it does not.
+    """
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
         """One moment: `run_started`, `stage_started`, `step_finished` (data is the flat metrics),

@@ -40,7 +40,7 @@ class Record:
     """`finished`, `interrupted`, `failed`; without an end `running` while a process holds the
     directory, otherwise `unfinished` (it was killed); `unrecorded` without `metrics.jsonl`."""
     why: str
-    """What ended it, when it failed."""
+    """What ended it, when it failed; why nothing is known of it, when it is unrecorded."""
     seconds: float
     """From the first line to the last, without the pauses before a resume."""
     config: str
@@ -79,12 +79,18 @@ def read(directory: Path | str) -> Record:
         samples=tuple(samples[k] for k in sorted(samples)),
         planned=_planned(good),
         outcome=_outcome(root, good),
-        why=_why(good),
+        why=_why(good) if (root / "metrics.jsonl").exists() else _UNRECORDED,
         seconds=_seconds(good),
         config=_text(root / "config.yaml"),
         plugins=_mapping(root / "plugins.json"),
         unreadable=lines.count(None) + texts.count(None),
     )
+
+
+_UNRECORDED = (
+    "there is no metrics.jsonl: no tracker of this run wrote it, or it was lost, so that steps, "
+    "scores and warnings are unknown here (tracker=[console,jsonl] writes it)"
+)
 
 
 def _is(line: Line, moment: str) -> bool:

@@ -38,6 +38,11 @@ class Jsonl:
         file: str = "metrics.jsonl"
         """Name of the file, in the run directory."""
 
+    @classmethod
+    def records(cls, config: Config) -> bool:
+        """Whether it writes the file that `miles report` reads."""
+        return config.file == "metrics.jsonl"
+
     def __init__(self, config: Config, context: Context) -> None:
         if Path(config.file).name != config.file or not config.file:
             raise ConfigError(

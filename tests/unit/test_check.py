@@ -56,6 +56,24 @@ def test_default_run_and_every_setting_of_it_are_good():
 
 
 @pytest.mark.parametrize(
+    ("chosen", "instead"),
+    [
+        ("tracker=[console]", "(console) writes metrics.jsonl"),
+        ("tracker=[console]", "use tracker=[console,jsonl]"),
+        ("tracker=null", "(there is none) writes metrics.jsonl"),
+        ("tracker=null", "use tracker=[jsonl]"),
+        ("tracker.jsonl.file=m.jsonl", "jsonl does, unless another file is named"),
+    ],
+)
+def test_check_warns_of_a_run_whose_report_will_be_empty(chosen: str, instead: str) -> None:
+    report = check(compose([chosen]))
+    assert report.faults == ()
+    (warning,) = report.warnings
+    assert instead in warning
+    assert "without which `miles report` and the report at the run's end are empty" in warning
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"steps": -1}, "steps: -1 is less than 0"),

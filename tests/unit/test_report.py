@@ -158,6 +158,18 @@ def test_report_of_a_run_that_nobody_recorded_does_not_say_that_it_runs(tmp_path
     assert '<em class="unrecorded">unrecorded</em>' in page(tmp_path)
 
 
+def test_report_of_a_run_that_nobody_recorded_says_why_it_is_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    why = "there is no metrics.jsonl: no tracker of this run wrote it, or it was lost"
+    assert f"<tr><td>unrecorded</td><td>{why}" in page(tmp_path)
+    assert f"{tmp_path / 'report.html'} is empty: {why}" in caplog.text
+    caplog.clear()
+    page(make_run(tmp_path))
+    assert not caplog.text
+
+
 def test_report_of_a_run_that_took_no_step(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     text = page(tmp_path)
