@@ -380,6 +380,7 @@ def page(metrics: Iterable[Metric] = METRICS) -> str:
         "line for every moment, told apart by `moment`: `step_finished` and `evaluated` with",
         "the names below, and between them `run_started`, `stage_started`,",
         "`checkpoint_saved`, `warned` and `run_finished`; `at` is when, in seconds since 1970.",
+        "`evaluator` tells evaluations of one configuration from those of another.",
         "A part in angle brackets stands for any word.",
         "",
         "`ledger.jsonl` holds a line a step: `step`, how many groups were ever `started`, and the",

@@ -6,6 +6,7 @@ repeated here: it has a file of its own.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -27,10 +28,11 @@ class Jsonl:
 
     A line holds `moment` (`step_finished`, `evaluated`, `stage_started`, ...), `at` (seconds since
     the epoch), `step` once known, and the moment's own values; an evaluation's are named as in the
-    metrics table (`eval/<set>/score`). Numbers that are not finite are written as null. A resumed
-    run first removes what came after the step it continues from, and adds that step as it was at
-    its checkpoint where it is missing: every step is there once, and so is an evaluation that is
-    made again.
+    metrics table (`eval/<set>/score`), and `evaluator` tells the configuration that it was made
+    with from others. Numbers that are not finite are written as null. A resumed run first removes
+    what came after the step it continues from, and adds that step as it was at its checkpoint where
+    it is missing: every step is there once, and so is an evaluation that is made again with the
+    same evaluator.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class Jsonl:
         self._file: BinaryIO | None = None
         self._step: int | None = None
         self._told: set[tuple[Any, ...]] = set()  # rows of before a resume
+        self._evaluators: dict[str, str] = {}  # by stage
+        self._evaluator = ""  # of this stage
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
     def moment(self, name: str, data: Mapping[str, Any]) -> None:
@@ -63,11 +67,17 @@ class Jsonl:
         try:
             if data.get("resumed") is not None:
                 self._rewind(int(data["resumed"]))
+            if name == "run_started":
+                self._evaluators = _fingerprints(data.get("config", {}))
+            elif name == "stage_started":
+                self._evaluator = self._evaluators.get(data["stage"], "")
             if name != "evaluated" or (self._step or 0) < data["step"]:  # scores may come late
                 self._step = data.get("step", self._step)
             at = data.get("step", self._step)
             step = {} if at is None else {"step": at}
             line = {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
+            if name == "evaluated" and self._evaluator:
+                line["evaluator"] = self._evaluator
             if not (again and _row(line) in self._told):
                 self._append(line)
         except OSError as error:
@@ -109,6 +119,15 @@ class Jsonl:
         new.replace(self._path)
 
 
+def _fingerprints(config: Mapping[str, Any]) -> dict[str, str]:
+    """By stage, a word that is the same for the same evaluator, sets and values included."""
+    encode = msgspec.json.Encoder(order="deterministic").encode
+    return {
+        stage: hashlib.sha256(encode(values.get("evaluator"))).hexdigest()[:8]
+        for stage, values in config.get("stages", {}).items()
+    }
+
+
 def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
     if name == "evaluated":
         return {
@@ -121,7 +140,7 @@ def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
 def _row(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes a line another one than those before."""
     why = line.get(f"eval/{line.get('set')}/skipped")
-    return line.get("moment"), line.get("step"), line.get("set"), why
+    return line.get("moment"), line.get("step"), line.get("set"), line.get("evaluator"), why
 
 
 def _lines(path: Path) -> Iterator[bytes]:

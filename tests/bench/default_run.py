@@ -42,8 +42,9 @@ def judge(record: Record) -> dict[str, Any]:
         for name, value in row.items()
         if name.startswith("eval/") and name.endswith("/score")
     ]
+    about = ("moment", "at", "set", "evaluator")
     rows = [
-        {name: value for name, value in row.items() if name not in ("moment", "at", "set")}
+        {name: value for name, value in row.items() if name not in about}
         for row in (*record.steps, *record.evaluations)
     ]
     return {

@@ -60,7 +60,7 @@ class Ran:
     def rows(self) -> list[dict[str, Any]]:
         """Metrics of steps and evaluations, in the order they were written."""
         lines = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
-        rest = ("moment", "at", "set")
+        rest = ("moment", "at", "set", "evaluator")
         return [
             {name: value for name, value in line.items() if name not in rest}
             for line in lines

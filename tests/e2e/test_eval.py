@@ -40,7 +40,7 @@ def scores(directory: Path) -> dict[tuple[int, str], dict[str, Any]]:
         if line["moment"] == "evaluated":
             name = line["set"]
             own = {k.removeprefix(f"eval/{name}/"): v for k, v in line.items()}
-            rest = ("moment", "at", "step", "set", "seconds", "lag_steps")
+            rest = ("moment", "at", "step", "set", "evaluator", "seconds", "lag_steps")
             found[line["step"], name] = {k: v for k, v in own.items() if k not in rest}
     return found
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles import ConfigError, Context, RunError
+from miles.records.record import read
 from miles_plugins.tracker.jsonl import Jsonl
 
 
@@ -105,6 +106,31 @@ def test_jsonl_resumed_run_writes_an_evaluation_that_was_recorded_already_once(
     assert [(x["set"], x.get("eval/other/score")) for x in rows] == [
         ("heldout", None), ("other", None), ("other", 0.75),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "scores"),
+    [
+        ({"name": "sets", "sets": {"heldout": {"tasks": 2}}}, [0.5]),
+        ({"name": "sets", "sets": {"heldout": {"tasks": 4}}}, [0.5, 0.75]),
+        ({"name": "fleet", "sets": {"heldout": {"tasks": 2}}}, [0.5, 0.75]),
+    ],
+)
+def test_jsonl_resumed_run_with_another_evaluator_has_its_score_too(
+    tmp_path: Path, changed: dict, scores: list[float]
+) -> None:
+    """The row of before the resume hid the score that another evaluator gave the same version."""
+    evaluator = {"sets": {"heldout": {"tasks": 2}}, "name": "sets"}
+    for resumed, chosen, score in ((None, evaluator, 0.5), (4, changed, 0.75)):
+        tracker = make(tmp_path)
+        config = {"stages": {"grpo": {"evaluator": chosen}}}
+        tracker.moment("run_started", {"config": config, "resumed": resumed})
+        tracker.moment("stage_started", {"stage": "grpo", "version": 0, "steps": 9})
+        tracker.moment("evaluated", {"step": 4, "set": "heldout", "score": score})
+        tracker.close()
+    rows = [x for x in lines(tmp_path) if x["moment"] == "evaluated"]
+    assert [x["eval/heldout/score"] for x in rows] == scores
+    assert [e["eval/heldout/score"] for e in read(tmp_path).evaluations] == scores[-1:]
 
 
 def test_jsonl_next_stage_forgets_nothing(tmp_path: Path) -> None:
