@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import json
 import os
@@ -122,11 +123,13 @@ def find(folder: Path) -> list[Path]:
     )
 
 
-def newest(path: Path) -> Path:
+def newest(path: Path, *, runs: Path | None = None) -> Path:
     """The checkpoint that `resume=path` means: itself, or the newest of a run directory. Raises
-    `ConfigError` when there is none."""
+    `ConfigError` when there is none, with those of a close name there and in the folder `runs`."""
     if not path.exists():
-        raise ConfigError(f"resume={path}: there is no such directory")
+        close = " or ".join(_close(path, runs))
+        guess = f"; did you mean {close}?" if close else ""
+        raise ConfigError(f"resume={path}: there is no such directory{guess}")
     if _NAME.fullmatch(path.name):
         return path
     found = find(path / "checkpoints") or _replaced(path / "checkpoints")
@@ -137,6 +140,23 @@ def newest(path: Path) -> Path:
             "every N steps, not only at the end of a stage)"
         )
     return found[-1]
+
+
+def _close(path: Path, runs: Path | None) -> list[str]:
+    """Runs, or checkpoints of one, that may be meant by a path that leads nowhere."""
+    while not path.parent.exists():
+        path = path.parent
+    found = {
+        each.name: each
+        for folder in (runs, path.parent)
+        if folder is not None and os.access(folder, os.R_OK) and folder.is_dir()
+        for each in folder.iterdir()
+        # os.path: in one that may not be entered, pathlib raises
+        if _NAME.fullmatch(each.name) or os.path.isdir(each / "checkpoints")
+    }
+    begun = sorted((name for name in found if name.startswith(path.name)), reverse=True)
+    similar = difflib.get_close_matches(path.name, found, n=3, cutoff=0.6)
+    return [str(found[name]) for name in dict.fromkeys([*begun, *similar])][:3]
 
 
 def _replaced(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from miles.records.directory import Directory, differences, recorded
 from miles.records.ledger import Ledger
 from miles.records.tracking import Tracking
 from miles.registry.schema import plain
+from miles.settings import RunKeys
 from miles.stacks import answer_with_stacks
 from miles.stage import Shared, Stage
 from miles.types import Group
@@ -42,11 +43,10 @@ def expand_resume(
     """Overrides, and folders with more YAML, with those of the run that `resume=` names put first,
     so that a resume says only what changes; choosing a component anew leaves out what was said of
     the old one. Raises `ConfigError` when there is no such run, and `CheckpointError`."""
-    resume = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("resume=")), "")
-    resume = resume.strip("'\"").replace("\\", "")
+    resume = _path(overrides, "resume")
     if not resume:
         return list(overrides), list(folders)
-    _, _, config = recorded(resume)
+    _, _, config = recorded(resume, runs=_path(overrides, "run.dir") or RunKeys().dir)
     keys = [o.partition("=")[0].lstrip("+~") for o in overrides]
     kept = [
         o
@@ -56,6 +56,12 @@ def expand_resume(
     named = [str(Path(folder).expanduser().resolve()) for folder in folders]
     # a run from before folders were recorded has none
     return [*kept, *overrides], list(dict.fromkeys([*config.get("folders", ()), *named]))
+
+
+def _path(overrides: Sequence[str], key: str) -> str:
+    """The path that the last override of a key gives, empty when there is none."""
+    found = (o.partition("=")[2] for o in reversed(overrides) if o.startswith(f"{key}="))
+    return next(found, "").strip("'\"").replace("\\", "")
 
 
 def execute(plan: Any, registry: Any) -> int:
@@ -210,6 +216,8 @@ class _Run:
         middle = bool(state) and not _done(state, self.plan.stages[start:])
         if state and not middle:
             start += 1
+        if start == len(names):
+            log.warning("%s", _nothing_left(self.plan.stages, state))
         for index in range(start, len(names)):
             first = state["stage_first"] if middle else shared.version
             stage = self.stage = await build(self.plan, index, shared, first)
@@ -334,6 +342,17 @@ def _done(state: Mapping[str, Any], left: Sequence[Any]) -> bool:
     if later or stage.specs["evaluator"] is None or state["evaluated"] == version:
         return bool(version >= state["stage_first"] + stage.settings.steps)
     return False
+
+
+def _nothing_left(stages: Sequence[Any], state: Mapping[str, Any]) -> str:
+    """Of a resumed run that has taken all its steps: how many, and how it goes on."""
+    last = stages[-1]
+    steps, key = last.settings.steps, "steps" if len(stages) == 1 else f"stages.{last.name}.steps"
+    return (
+        f"resume={last.settings.resume}: this run is finished, at step "
+        f"{state['version'] - state['stage_first']} of {steps} of stage {last.name}; "
+        f"a larger {key} goes on from there"
+    )
 
 
 def _words(error: BaseException) -> str:

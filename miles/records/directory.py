@@ -120,10 +120,12 @@ def _fresh(parent: Path, settings: Settings, stem: str) -> Path:
             return path
 
 
-def recorded(resume: str) -> tuple[Path, Path, dict[str, Any]]:
+def recorded(resume: str, *, runs: str | None = None) -> tuple[Path, Path, dict[str, Any]]:
     """(run directory, checkpoint, config.json) that `resume` means; the checkpoint is verified.
-    Raises `ConfigError` when there is none and `CheckpointError` for a damaged one."""
-    chosen = checkpoint.newest(Path(resume).expanduser())
+    Raises `ConfigError` when there is none, with those in the folder `runs` that may be meant, and
+    `CheckpointError` for a damaged one."""
+    folder = None if runs is None else Path(runs).expanduser()
+    chosen = checkpoint.newest(Path(resume).expanduser(), runs=folder)
     checkpoint.verify(chosen)
     root = chosen.resolve().parent.parent
     try:

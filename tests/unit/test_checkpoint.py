@@ -146,6 +146,34 @@ def test_checkpoint_newest_explains_what_is_not_there(tmp_path: Path) -> None:
     assert "started again under another run.name (checkpoint_every=N" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("meant", "said"),
+    [
+        ("arithmetic-20260101", ["runs/arithmetic-20260101-12", "runs/arithmetic-20260101-11"]),
+        ("arithmetic-20260101-12", ["runs/arithmetic-20260101-12"]),
+        ("aritmetic-20260101-12", ["runs/arithmetic-20260101-12"]),
+        ("runs/arithmetic-20260101-13", ["runs/arithmetic-20260101-12"]),
+        ("runs/mine/checkpoints/step_000005", ["runs/mine/checkpoints/step_000004"]),
+        ("runs/min/checkpoints/step_000004", ["runs/mine"]),
+        ("here", ["her"]),
+        ("notes-of-mine", []),
+    ],
+)
+def test_resume_of_a_name_that_is_nowhere_says_what_may_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meant: str, said: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("arithmetic-20260101-11", "arithmetic-20260101-12", "mine"):
+        write(tmp_path / "runs" / name / "checkpoints", 4)
+    write(tmp_path / "her" / "checkpoints", 4)
+    (tmp_path / "runs" / "notes-of-mine-too").mkdir()
+    with pytest.raises(ConfigError, match=f"resume={meant}: there is no such directory") as caught:
+        checkpoint.newest(Path(meant), runs=Path("runs"))
+    _, asked, close = str(caught.value).partition("; did you mean ")
+    assert bool(asked) == bool(said)
+    assert close.startswith(" or ".join(said))
+
+
 def test_checkpoint_manifest_covers_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     assert set(json.loads((path / "manifest.json").read_text())) == {

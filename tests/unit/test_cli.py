@@ -183,6 +183,11 @@ def test_resume_of_nothing_is_2(miles, tmp_path):
     code, _, err = miles("run", "resume=absent")
     assert code == 2
     assert "resume=absent: there is no such directory" in err
+    for folder in ("runs", "else where"):
+        (tmp_path / folder / "absent-1" / "checkpoints").mkdir(parents=True)
+    assert "directory; did you mean runs/absent-1?" in miles("run", "resume=absent")[2]
+    elsewhere = miles("run", "resume=absent", "run.dir=else where")[2]
+    assert "directory; did you mean else where/absent-1?" in elsewhere
     (tmp_path / "empty").mkdir()
     code, _, err = miles("run", "resume=empty")
     assert code == 2

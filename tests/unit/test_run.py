@@ -84,6 +84,26 @@ def test_run_resumed_at_the_end_of_its_last_stage_still_wants_the_score(
     assert _done(state, [stage] * (1 + later)) == done
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("grpo",), "at step 6 of 6 of stage grpo; a larger steps goes on from there"),
+        (("sft", "rl"), "at step 6 of 6 of stage rl; a larger stages.rl.steps goes on from there"),
+    ],
+)
+def test_run_resumed_after_its_last_step_says_how_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...], said: str
+) -> None:
+    """It ended at once, as "finished", as if the resume had done something."""
+    settings = Settings(steps=6, resume="runs/r")
+    stages = [SimpleNamespace(name=n, settings=settings, specs={"evaluator": None}) for n in names]
+    state = {"version": 10, "stage_first": 4, "evaluated": -1, "stage": names[-1]}
+    run = _Run(SimpleNamespace(stages=stages), None, tmp_path, {})
+    outcome = asyncio.run(run._stages(SimpleNamespace(version=10), None, state))  # type: ignore[arg-type]
+    assert outcome == "finished"
+    assert caplog.messages == [f"resume=runs/r: this run is finished, {said}"]
+
+
 def test_run_resumed_sets_checkpoints_aside_before_the_ledger_denies_them(tmp_path: Path) -> None:
     """Killed in between, a second resume went on from one whose groups the ledger had lost."""
     run = _Run(SimpleNamespace(stages=()), None, tmp_path, {})
