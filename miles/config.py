@@ -37,6 +37,14 @@ class Stage:
     origins: Mapping[str, str]
     """Dotted key to where its value came from: `default`, a file, or `command line`."""
 
+    @property
+    def subject(self) -> str:
+        """What it trains on, for the name of a run: the experiment that was asked for, otherwise
+        the environment."""
+        asked = self.origins.get("experiment") == COMMAND_LINE and self.settings.experiment
+        environment = self.specs["environment"]
+        return asked or (environment.name if isinstance(environment, Spec) else self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

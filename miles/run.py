@@ -90,7 +90,7 @@ def execute(plan: Any, registry: Any) -> int:
         state = checkpoint.read_state(chosen)
         directory = Directory.reopen(root)
     else:
-        directory = Directory.create(settings, stem=plan.stages[-1].name)
+        directory = Directory.create(settings, stem=plan.stages[-1].subject)
     try:
         directory.record(config, registry.provenance())
         log_to(directory.path / "logs" / "driver.log")

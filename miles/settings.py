@@ -21,7 +21,8 @@ class RunKeys:
     dir: str = "runs"
     """Folder that holds run directories."""
     name: str = ""
-    """Name of this run's directory; empty makes one from the experiment, date and time."""
+    """Name of this run's directory; empty makes one from the experiment that is asked for, or
+    else the environment, and date and time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

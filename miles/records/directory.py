@@ -38,13 +38,14 @@ class Directory:
 
     @classmethod
     def create(cls, settings: Settings, *, stem: str) -> Directory:
-        """A new one. Raises `ConfigError` when it already holds a run."""
+        """A new one; without `run.name` it is called by `stem`, date and time. Raises `ConfigError`
+        when it already holds a run."""
         parent = path = Path(settings.run.dir).expanduser()
         try:
             if settings.run.name:
                 (path := parent / settings.run.name).mkdir(parents=True, exist_ok=True)
             else:
-                path = _fresh(parent, settings, stem)
+                path = _fresh(parent, stem)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot create {path}: {error.strerror}") from None
         found = cls._locked(path)
@@ -106,9 +107,9 @@ class Directory:
         self._lock.close()
 
 
-def _fresh(parent: Path, settings: Settings, stem: str) -> Path:
+def _fresh(parent: Path, stem: str) -> Path:
     """A directory that nobody else has, however many start in this second."""
-    base = f"{settings.experiment.replace('/', '-') or stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    base = f"{stem.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = parent / base, 1
     while True:
         try:

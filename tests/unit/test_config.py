@@ -272,6 +272,23 @@ def test_experiment_null_is_none():
     assert one.settings.experiment == ""
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "arithmetic"),
+        (["environment=tools"], "tools"),
+        (["experiment=null", "tito=bytes", "environment=tools"], "tools"),
+        (["experiment=null", "tito=bytes"], "arithmetic"),
+        (["experiment=sessions"], "sessions"),
+        (["experiment=grpo", "environment=tools"], "grpo"),
+        (["stages.grpo.environment=tools"], "tools"),
+    ],
+)
+def test_run_is_named_after_what_it_trains_on(overrides: list[str], name: str) -> None:
+    """Every run of an environment of one's own was called `arithmetic-...`."""
+    assert compose(overrides).stages[-1].subject == name
+
+
 # ---------------------------------------------------------------- trackers, several at once
 
 

@@ -19,12 +19,12 @@ from miles.run import expand_resume
 
 
 def settings(path: Path, name: str = "") -> Settings:
-    return Settings(run=RunKeys(dir=str(path), name=name), experiment="sums/one")
+    return Settings(run=RunKeys(dir=str(path), name=name))
 
 
 def test_directory_fresh_names_do_not_collide(tmp_path: Path) -> None:
-    first = Directory.create(settings(tmp_path), stem="grpo")
-    second = Directory.create(settings(tmp_path), stem="grpo")
+    first = Directory.create(settings(tmp_path), stem="sums/one")
+    second = Directory.create(settings(tmp_path), stem="sums/one")
     assert first.path != second.path
     assert first.path.name.startswith("sums-one-")
 
