@@ -63,6 +63,9 @@ class Planned:
     """Components of the kinds in `BUILT` that could be built."""
     samples: bool = True
     """Whether the stage's engine samples; one that replays demonstrations does not."""
+    fresh: bool = False
+    """Whether it begins with the model as it was built: no stage before it takes a step, and no run
+    is resumed."""
 
 
 def check(plan: Plan) -> Report:
@@ -75,9 +78,11 @@ def check(plan: Plan) -> Report:
     offered, found = _offered(registry)
     faults += found
     warnings: list[str] = []
+    fresh = True
     for stage in plan.stages:
         head = f"stage {stage.name}: " if len(plan.stages) > 1 else ""
-        wrong, doubtful = _stage(stage, registry, offered)
+        wrong, doubtful = _stage(stage, registry, offered, fresh=fresh)
+        fresh = fresh and not stage.settings.steps
         faults += [head + fault for fault in wrong]
         warnings += [head + warning for warning in doubtful]
     faults += _between(plan.stages)
@@ -100,9 +105,9 @@ def _told(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def _stage(
-    stage: Stage, registry: Registry, offered: Mapping[str, Any]
+    stage: Stage, registry: Registry, offered: Mapping[str, Any], *, fresh: bool
 ) -> tuple[list[str], list[str]]:
-    """Faults and warnings of one stage."""
+    """Faults and warnings of one stage; `fresh` unless one before it trains."""
     faults = list(setting_faults(stage.settings))
     resume = stage.settings.resume
     if resume and not Path(resume).expanduser().exists():
@@ -122,6 +127,7 @@ def _stage(
             specs=stage.specs,
             built=built,
             samples=_samples(registry, stage),
+            fresh=fresh and not resume,
         )
         faults += _own_checks(planned, registry)
         warnings = _own_warnings(planned, registry)

@@ -122,6 +122,20 @@ class Grpo:
             )
         return faults
 
+    @classmethod
+    def warnings(cls, config: Config, planned: Any) -> Sequence[str]:
+        """That a random model is rewarded for nothing, so that there is nothing to compare."""
+        model, settings = planned.built.get("model"), planned.settings
+        learns = settings.steps and not settings.simulate  # whose model is a stand-in
+        if model is None or not model.random or not planned.fresh or not learns:
+            return ()
+        return (
+            "algorithm 'grpo': the model's weights are random and no stage before this one trains "
+            "them: where rewards are sparse, all its attempts earn the same and it learns nothing; "
+            "begin with a stage of engine=demonstration and algorithm=sft, as experiment=arithmetic"
+            " does, or load weights (model.init=load model.path=DIRECTORY)",
+        )
+
     def needs(self) -> tuple[str, ...]:
         """`current` when the ratio asks for it, `reference` when there is a KL term."""
         current = self._passes_current or self._corrects

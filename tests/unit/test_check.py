@@ -6,11 +6,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from miles import ConfigError, SessionKeys, Settings
-from miles.check import check, setting_faults
+from miles.check import Planned, check, setting_faults
 from miles.config import compose
 from miles.plugins import Registry
 
@@ -280,7 +281,8 @@ def test_engine_chosen_for_all_stages_warns_that_sft_imitates_itself():
     assert "stage sft: algorithm 'sft': engine 'torch' samples" in warning
     assert check(compose(["stages.grpo.engine=torch"])).warnings == ()
     assert check(compose(["engine=torch", "stages.sft.engine=demonstration"])).warnings == ()
-    assert check(compose(["engine=torch", "stages.sft.steps=0"])).warnings == ()
+    said = check(compose(["engine=torch", "stages.sft.steps=0"])).warnings
+    assert not [warning for warning in said if "'sft': engine" in warning]
 
 
 def test_engine_of_no_such_name_is_one_fault_without_an_attribute_error():
@@ -418,3 +420,37 @@ def test_check_refuses_conversations_that_cannot_go_through_the_session_server()
     assert check(compose(own)).faults == ()
     with pytest.raises(ConfigError, match=r"session\.through.*'process', 'server'|process, server"):
         compose(["session.through=serve"]).verify()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        ([], False),  # a stage of demonstrations is first
+        (["experiment=grpo", "tito=bytes"], True),
+        (["experiment=grpo", "tito=bytes", "steps=0"], False),
+        (["stages.sft.steps=0"], True),
+        (["~stages.sft"], True),
+        (["experiment=grpo", "tito=bytes", "algorithm=sft", "engine=demonstration"], False),
+        (["experiment=grpo", "tito=bytes", "resume=."], False),
+        (["experiment=case_glm5_2_744b"], False),  # for the simulator
+    ],
+)
+def test_check_warns_of_grpo_over_weights_that_nothing_was_learned_by(
+    overrides: list[str], warned: bool
+) -> None:
+    report = check(compose(overrides))
+    assert report.faults == ()
+    about = [w for w in report.warnings if "algorithm 'grpo': the model's weights are random" in w]
+    assert len(about) == warned
+    if warned:
+        assert "begin with a stage of engine=demonstration and algorithm=sft" in about[0]
+        assert "or load weights (model.init=load model.path=DIRECTORY)" in about[0]
+
+
+def test_check_is_silent_about_grpo_over_loaded_weights() -> None:
+    model = SimpleNamespace(random=False)
+    planned = Planned(stage="", settings=Settings(), specs={}, built={"model": model}, fresh=True)
+    grpo = Registry.load().component("algorithm", "grpo")
+    assert grpo.warnings(grpo.Config(), planned) == ()
+    model.random = True
+    assert grpo.warnings(grpo.Config(), planned)
