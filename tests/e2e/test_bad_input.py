@@ -156,14 +156,32 @@ def test_a_model_directory_without_config_is_named(miles, tmp_path):
     assert "config.json" in text
 
 
-def _model_copy(tiny, folder, change):
-    """The tiny run's model directory with `change(tensors)` applied to its tensors."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model directory as a checkpoint of the default run holds one, without a run: a trainer and
+    a tokenizer save it."""
+    from miles.testing import context
+    from miles_plugins.model.qwen3 import Qwen3
+    from miles_plugins.precision.fp32 import Fp32
+    from miles_plugins.tito.bytes import Bytes
+    from miles_plugins.trainer.fsdp import Fsdp
+
+    around = context(folder := tmp_path_factory.mktemp("saved"))
+    made = {"model": Qwen3(Qwen3.Config(), around), "precision": Fp32(Fp32.Config(), around)}
+    trainer = Fsdp(Fsdp.Config(device="cpu"), context(folder, **made))
+    trainer.save(folder, weights_only=True)
+    Bytes(Bytes.Config(), around).save(folder / "model")
+    return folder / "model"
+
+
+def _model_copy(saved, folder, change):
+    """That directory with `change(tensors)` applied to its tensors."""
     import shutil
 
     from safetensors.numpy import load_file, save_file
 
     copy = folder / "model"
-    shutil.copytree(tiny.checkpoints[-1] / "model", copy)
+    shutil.copytree(saved, copy)
     file = copy / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -171,32 +189,38 @@ def _model_copy(tiny, folder, change):
     return copy
 
 
-def test_a_model_directory_with_a_missing_tensor_is_refused(miles, tiny, tmp_path):
-    copy = _model_copy(tiny, tmp_path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+def test_a_model_directory_as_it_was_saved_is_not_refused(miles, saved, tmp_path):
+    copy = _model_copy(saved, tmp_path, lambda t: None)
+    ended = miles("check", "model.init=load", f"model.path={copy}")
+    assert ended.code == 0, ended.text
+
+
+def test_a_model_directory_with_a_missing_tensor_is_refused(miles, saved, tmp_path):
+    copy = _model_copy(saved, tmp_path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     text = refused(miles, "model.init=load", f"model.path={copy}")
     assert "missing" in text
     assert "model.layers.1.mlp.up_proj.weight" in text
 
 
-def test_a_model_directory_with_an_extra_tensor_is_refused(miles, tiny, tmp_path):
+def test_a_model_directory_with_an_extra_tensor_is_refused(miles, saved, tmp_path):
     import numpy as np
 
     extra = np.zeros(3, np.float32)
-    copy = _model_copy(tiny, tmp_path, lambda t: t.update({"model.layers.9.extra.weight": extra}))
+    copy = _model_copy(saved, tmp_path, lambda t: t.update({"model.layers.9.extra.weight": extra}))
     text = refused(miles, "model.init=load", f"model.path={copy}")
     assert "model.layers.9.extra.weight" in text
 
 
-def test_a_model_directory_with_a_tensor_of_another_shape_is_refused(miles, tiny, tmp_path):
+def test_a_model_directory_with_a_tensor_of_another_shape_is_refused(miles, saved, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
-    copy = _model_copy(tiny, tmp_path, lambda t: t.update({name: t[name][:3].copy()}))
+    copy = _model_copy(saved, tmp_path, lambda t: t.update({name: t[name][:3].copy()}))
     text = refused(miles, "model.init=load", f"model.path={copy}")
     assert name in text
     assert "shape" in text or "(3, " in text
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(miles, tiny, tmp_path):
-    copy = _model_copy(tiny, tmp_path, lambda t: None)
+def test_a_tokenizer_without_a_chat_template_is_refused(miles, saved, tmp_path):
+    copy = _model_copy(saved, tmp_path, lambda t: None)
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     config = copy / "tokenizer_config.json"
     settings = json.loads(config.read_text())

@@ -88,23 +88,3 @@ def test_killed_driver_leaves_no_worker_behind(tiny_overrides, tmp_path):
         driver.send_signal(signal.SIGKILL)
         driver.wait()
     _wait(lambda: not any(map(_alive, workers)), 5, "a worker outlived its driver")
-
-
-def test_finished_run_leaves_no_process_behind(tiny):
-    """Every worker's command line names its run, or its log would; none may be left of this one."""
-    left = [
-        entry.name
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        and "miles.worker" in _command_line(entry.name)
-        and _cwd_or_log(entry, tiny.directory)
-    ]
-    assert left == []
-
-
-def _cwd_or_log(entry, directory):
-    try:
-        opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
-    except OSError:
-        return False
-    return any(path.startswith(str(directory)) for path in opened)

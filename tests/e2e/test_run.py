@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +179,30 @@ def test_run_wandb_offline_leaves_a_run_to_sync(tiny):
 def test_run_logs_its_driver_to_a_file(tiny):
     text = (tiny.directory / "logs" / "driver.log").read_text()
     assert "Traceback" not in text
+
+
+def test_finished_run_leaves_no_process_behind(tiny):
+    """Every worker's command line names its run, or its log would; none may be left of this one."""
+    left = [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and "miles.worker" in _command_line(entry)
+        and _cwd_or_log(entry, tiny.directory)
+    ]
+    assert left == []
+
+
+def _command_line(entry):
+    try:
+        return (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _cwd_or_log(entry, directory):
+    try:
+        opened = [os.readlink(link) for link in (entry / "fd").iterdir()]
+    except OSError:
+        return False
+    return any(path.startswith(str(directory)) for path in opened)
