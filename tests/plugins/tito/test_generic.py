@@ -79,6 +79,12 @@ def qwen3_handler(qwen3):
 
 
 @pytest.fixture(scope="module")
+def with_calls(qwen3, tmp_path_factory):
+    """That tokenizer, which takes a second to read, under a template with words for calls."""
+    return make(path=str(qwen3), template=template_file(tmp_path_factory.mktemp("t"), WITH_CALLS))
+
+
+@pytest.fixture(scope="module")
 def recorded():
     path = DATA / "trajectories" / "competitive_coding_challenges.jsonl"
     if not path.is_file():
@@ -372,19 +378,17 @@ LONG = '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}"
 
 
 @pytest.mark.parametrize("inside", [DEEP, LONG], ids=["deep", "long"])
-def test_generic_leaves_a_call_that_no_parser_reads_in_the_content(qwen3, tmp_path, inside):
-    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
+def test_generic_leaves_a_call_that_no_parser_reads_in_the_content(with_calls, inside):
     text = f"<tool_call>{inside}</tool_call>"
-    message = tito.parse(tito.encode(text))
+    message = with_calls.parse(with_calls.encode(text))
     assert message["content"] == text and "tool_calls" not in message
 
 
 def test_generic_gives_calls_that_can_be_sent_whatever_characters_are_escaped_in_them(
-    qwen3, tmp_path
+    with_calls,
 ):
-    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
     call = r'{"name": "f\ud800", "arguments": {"x": "\udfff"}}'
-    message = tito.parse(tito.encode(f"<tool_call>{call}</tool_call>"))
+    message = with_calls.parse(with_calls.encode(f"<tool_call>{call}</tool_call>"))
     function = message["tool_calls"][0]["function"]
     assert json.dumps(function, ensure_ascii=False).encode()
     assert function["name"] == "f?" and json.loads(function["arguments"]) == {"x": "\udfff"}
@@ -394,12 +398,11 @@ def test_generic_encodes_lone_surrogates_as_question_marks(byte_level):
     assert byte_level.decode(byte_level.encode("a\ud800b")) == "a?b"
 
 
-def test_generic_refuses_what_is_nested_too_deep_to_be_written(qwen3, tmp_path):
-    tito = make(path=str(qwen3), template=template_file(tmp_path, WITH_CALLS))
+def test_generic_refuses_what_is_nested_too_deep_to_be_written(with_calls):
     deep = []
     for _ in range(200_000):
         deep = [deep]
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": deep}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(EpisodeError, match=r"refuses 3 messages: .*recursion"):
-        tito.render([user("q"), said, user("r")])
+        with_calls.render([user("q"), said, user("r")])
