@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,15 @@ PRODUCT = [n for n in ALL if re.match(r"(miles|miles_plugins|plugins-contrib/.*/
 each_module = pytest.mark.parametrize("name", PRODUCT)
 
 
+@cache
 def source(name: str) -> str:
     return (ROOT / name).read_text()
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """Its syntax tree, which every check of a module only reads."""
+    return ast.parse(text)
 
 
 @each_module
@@ -64,7 +72,7 @@ def test_module_begins_with_a_sentence(name: str) -> None:
     text = source(name)
     if not text.strip():
         return  # an empty __init__.py
-    said = ast.get_docstring(ast.parse(text)) or ""
+    said = ast.get_docstring(parsed(text)) or ""
     words = " ".join(said.split())
     assert re.match(r".{15,}?\.( |$)", words), f"{name} begins with {words[:60]!r}, no sentence"
 
@@ -76,7 +84,7 @@ def test_functions_fit_a_screen(name: str) -> None:
 
 
 def function_sizes(text: str) -> Iterator[tuple[ast.AST, int]]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
             yield node, (node.end_lineno or 0) - body[0].lineno + 1
@@ -92,7 +100,7 @@ def faults_of_style(name: str, text: str) -> Iterator[str]:
     """Asserts, broad excepts without a reason, empty names, marks of unfinished work, pickle, and
     processes that would import what lies in the folder they are started in."""
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         where = f"{name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Assert):
             yield f"{where} asserts: product code raises an error that says what and where"
