@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 from miles.errors import ConfigError
@@ -98,19 +99,30 @@ def check_import_is_light(case: Case) -> None:
         found = None
     if hasattr(sys.modules.get(module), "__miles_source__"):
         found = None  # a local file: this process has it under a name that no other can import
-    path = "" if found else _source(case.component)
-    ran = subprocess.run(
+    ran = _installed(module, found.origin) if found else _imported(module, _source(case.component))
+    expect(ran.returncode == 0, f"importing {module} alone failed: {ran.stderr.strip()[-400:]}")
+    expect(
+        not ran.stdout.strip(),
+        f"importing {module} imports {ran.stdout.strip()}; move that into a neighbouring module",
+    )
+
+
+def _imported(module: str, path: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that imports a module, from a file unless `path` is empty, and prints
+    what of `HEAVY` that brought."""
+    return subprocess.run(
         [sys.executable, "-c", _IMPORT, module, path, ",".join(HEAVY)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    expect(ran.returncode == 0, f"importing {module} alone failed: {ran.stderr.strip()[-400:]}")
-    expect(
-        not ran.stdout.strip(),
-        f"importing {module} imports {ran.stdout.strip()}; move that into a neighbouring module",
-    )
+
+
+@cache  # many components, as those of `tito`, share a module
+def _installed(module: str, origin: str | None) -> subprocess.CompletedProcess[str]:
+    """The same of a module on the path, once for each file that it is found in."""
+    return _imported(module, "")
 
 
 def _source(component: type) -> str:
