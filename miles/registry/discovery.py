@@ -101,19 +101,21 @@ def installed(allow: Sequence[str] | None, block: Sequence[str]) -> Iterator[Ent
     seen: set[str] = set()
     for distribution in distributions():
         points = [p for p in distribution.entry_points if _kind(p.group)]
-        name = _normal(distribution.name) if points else ""
-        if not points or name in seen:
+        if not points:
+            continue
+        about = distribution.metadata  # parsed anew by each `.name` and `.version`
+        if _normal(about["Name"]) in seen:
             continue  # the first on the path is the one that imports
-        seen.add(name)
+        seen.add(_normal(about["Name"]))
         for point in points:
             entry = Entry(
                 kind=_kind(point.group),
                 name=point.name,
                 target=point.value,
-                distribution=distribution.name,
-                version=distribution.version,
+                distribution=about["Name"],
+                version=about["Version"],
             )
-            allowed = allow is None or name == HOOKS or matches(entry, allow)
+            allowed = allow is None or _normal(about["Name"]) == HOOKS or matches(entry, allow)
             yield replace(entry, blocked=not allowed or matches(entry, block))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,20 @@ def test_local_components_of_another_shape_are_refused(
     with pytest.raises(ContractError) as caught:
         discovery.local_components(discovery.load_file(found), found)
     assert said in str(caught.value)
+
+
+def test_listing_does_not_parse_metadata_again_for_every_name(install, monkeypatch) -> None:
+    """Nine tenths of a listing went into parsing one distribution's metadata twice a name."""
+    names = {f"n{i}": "many_mod:Many" for i in range(20)}
+    install("many", {"miles.environment": names})
+    read, whole = [], PathDistribution.read_text
+
+    def counted(self: PathDistribution, name: str) -> str | None:
+        read.append((self, name))
+        return whole(self, name)
+
+    monkeypatch.setattr(PathDistribution, "read_text", counted)
+    found = [e for e in discovery.installed(None, ()) if e.distribution == "many"]
+    assert sorted(e.name for e in found) == sorted(names)
+    mine = [name for one, name in read if one._path.name.startswith("many-")]
+    assert mine.count("METADATA") == 1
