@@ -214,6 +214,7 @@ class Files:
             _FOLDERS.reset(token)
         sources = self._loader.get_sources()
         self._sources = [s for s in sources if s.scheme() != "structured" and s.provider != "hydra"]
+        self._parsed: dict[str, Any] = {}
         for source in self._sources:
             if not source.available():
                 raise ConfigError(f"config folder {source.path} of {source.provider} is missing")
@@ -300,7 +301,9 @@ class Files:
 
     def _read(self, path: str) -> dict[str, Any]:
         with _reading(f"{path}.yaml"):
-            body = OmegaConf.to_container(self._source(path).load_config(path).config)
+            if path not in self._parsed:  # several questions are answered from the same files
+                self._parsed[path] = self._source(path).load_config(path).config
+            body = OmegaConf.to_container(self._parsed[path])
         if not isinstance(body, dict):
             raise ConfigError(f"{self._label(path)}: expected keys and values")
         return body  # type: ignore[return-value]
