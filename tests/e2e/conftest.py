@@ -6,12 +6,13 @@ run's directory share one, and never change it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,29 @@ def new_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
 
 
 @pytest.fixture(scope="session")
-def tiny(new_run: Callable[..., Ran]) -> Ran:
-    """Both stages of the default run, three steps each, a checkpoint every step, every tracker."""
-    return new_run(
-        *TINY,
-        "tracker=[console,jsonl,tensorboard,wandb]",
-        "tracker.wandb.mode=offline",
-        "checkpoint_every=1",
-        "keep_checkpoints=0",
-    )
+def tiny(new_run: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Both stages of the default run, three steps each, a checkpoint every step, every tracker:
+    one for all processes of pytest, the first that asks runs it."""
+
+    def run() -> Ran:
+        return new_run(
+            *TINY,
+            "tracker=[console,jsonl,tensorboard,wandb]",
+            "tracker.wandb.mode=offline",
+            "checkpoint_every=1",
+            "keep_checkpoints=0",
+        )
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return run()
+    shared = tmp_path_factory.getbasetemp().parent  # of this session, above each process' own
+    with (shared / "tiny.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (said := shared / "tiny.json").is_file():
+            ran = run()
+            said.write_text(json.dumps([str(ran.directory), asdict(ran.ended)]))
+        directory, ended = json.loads(said.read_text())
+        return Ran(Path(directory), Ended(**ended))
 
 
 @pytest.fixture
