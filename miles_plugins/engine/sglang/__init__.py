@@ -100,7 +100,7 @@ class Sglang:
         update_timeout_s: float = 600.0
         """Seconds new weights may take in a server."""
         silent_s: float = 15.0
-        """Seconds without a sign of life after which a server counts as hung."""
+        """Seconds without a sign of life after which a server counts as hung, but in an update."""
         connect_s: float = 10.0
         """Seconds a connection may take, and every question that samples nothing."""
         connections: int = 1024
@@ -132,8 +132,7 @@ class Sglang:
         self._context = context
         self._folder = Path(context.directory) / "engines"
         urls, prefills = checks.listed(config.url), checks.listed(config.prefill_url)
-        several = not urls or len(urls) > 1
-        self._slot = Slot(self._folder, len(urls) or None) if several else None
+        self._slot = Slot(self._folder, len(urls) or None) if len(urls) != 1 else None
         self._number = number = 0 if self._slot is None else self._slot.number
         self._server: Server | None = None
         key = key_of(config)
@@ -173,6 +172,7 @@ class Sglang:
             pair=self._pair,
             start_timeout_s=config.start_timeout_s,
             silent_s=config.silent_s,
+            failing=self._asking.failing,
         )
         self._turn = asyncio.Lock()
         self._paused = self._asleep = self._told = False

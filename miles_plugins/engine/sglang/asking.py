@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = ["Asking"]
 
 _END_S = 1.0  # for what is to end; a pause then ends the rest
 _AGAIN_S = 0.01  # until what reached the server too late to be ended is ended as well
+_FAILED = 8  # routing keys in a row that a server of ours may fail before it is started again
 _COUNTS = ("tokens", "busy_s", "prompt_tokens", "cached_tokens", "verified", "drafted", "accepted")
 
 
@@ -55,6 +56,7 @@ class Asking:
         self._open.set()
         self._none = asyncio.Event()  # nothing runs
         self._none.set()
+        self._failed: dict[str, str] = {}  # faults by routing key since the last good answer
         self._began = 0.0
         self._broken = ""
         self.running: dict[str, str] = {}
@@ -83,12 +85,14 @@ class Asking:
             try:
                 async with self._begun(left) as rid:
                     body = wording.generate_body(left, rid, salt=self._salt())
-                    reply = await self._whole(body, alone=alone)
+                    with self._judged(request.key):
+                        reply = await self._whole(body, alone=alone)
+                        part = self._part(left, reply, before)
                     cut = rid in self._cut
             except Shared:
                 alone = True
                 continue
-            done = wording.joined(done, self._part(left, reply, before))
+            done = wording.joined(done, part)
             if (last := _ended(request, done, cut=cut)) is not None:
                 return self._finished(request, last)
 
@@ -104,14 +108,17 @@ class Asking:
                 body = wording.generate_body(
                     left, rid, every=self._stream_interval, salt=self._salt()
                 )
-                async with aclosing(self._parts(body)) as parts:
-                    async for part in parts:
-                        if len(tokens := said.add(part)):
-                            yield tokens
+                with self._judged(request.key):
+                    async with aclosing(self._parts(body)) as parts:
+                        async for part in parts:
+                            if len(tokens := said.add(part)):
+                                yield tokens
+                    if (last := said.whole()) is None:
+                        what = f"request {request.id!r}: the stream held nothing"
+                        raise EngineError(f"engine sglang: {what}")
+                    whole = self._part(left, last, before)
                 cut = rid in self._cut
-            if (last := said.whole()) is None:
-                raise EngineError(f"engine sglang: request {request.id!r}: the stream held nothing")
-            done = wording.joined(done, self._part(left, last, before))
+            done = wording.joined(done, whole)
             if (ended := _ended(request, done, cut=cut)) is not None:
                 yield self._finished(request, ended)
                 return
@@ -146,6 +153,26 @@ class Asking:
     async def _let_go(self, rid: str) -> None:
         with suppress(EngineError):  # the server is gone, and the request with it
             await self._abort(rid)
+
+    def failing(self) -> str:
+        """That no answer was good for many routing keys in a row; empty where one was."""
+        if len(self._failed) < _FAILED:
+            return ""
+        last = list(self._failed.values())[-1]
+        return f"none of its last answers, to {len(self._failed)} routing keys, was good: {last}"
+
+    @contextmanager
+    def _judged(self, key: str) -> Iterator[None]:
+        """An answer to this key is read inside; a request that was refused, or that did not reach
+        the server, says nothing of it."""
+        try:
+            yield
+        except EngineError as error:
+            others = (Shared, wording.Answered, wording.Unreachable)
+            if isinstance(error, wording.Failed) or not isinstance(error, others):
+                self._failed[key] = str(error)
+            raise
+        self._failed.clear()
 
     # ---- while weights change
 

@@ -23,6 +23,7 @@ __all__ = ["LOST", "Bracket", "Publishing", "Unknown", "bracket", "update_all"]
 
 Bracket = Literal["in_place", "retract", "abort", "cut"]
 _log = logging.getLogger(__name__)
+_SOON_S = 60.0  # for what takes moments, also while many requests end; a server may hang in it
 _CHUNK = 1 << 22  # bytes read at a time
 
 
@@ -61,18 +62,19 @@ class Publishing:
     def __init__(self, http: Http, *, limit: float, record: Path, prove: bool) -> None:
         self._http = http
         self._limit = limit
+        self._soon = min(limit, _SOON_S)
         self._record = record
         self._prove = prove
         self._proven = False
 
     async def pause(self, mode: str) -> None:
         """`in_place` and `retract` keep requests; `abort` returns when all have ended."""
-        await self._http.ask("POST", "/pause_generation", {"mode": mode}, limit=self._limit)
+        await self._http.ask("POST", "/pause_generation", {"mode": mode}, limit=self._soon)
         _log.info("engine sglang: paused (%s)", mode)
 
     async def resume(self) -> None:
         """Go on."""
-        await self._http.ask("POST", "/continue_generation", {}, limit=self._limit)
+        await self._http.ask("POST", "/continue_generation", {}, limit=self._soon)
 
     async def checksums(self) -> dict[str, str]:
         """Tensor to checksum, under SGLang's own names. Raises `EngineError`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -38,12 +39,15 @@ class Watch:
         pair: Pair | None,
         start_timeout_s: float,
         silent_s: float,
+        failing: Callable[[], str] = str,
     ) -> None:
+        """`failing` says why a server that answers is of no use; empty when it is."""
         self._http = http
         self._server = server
         self._pair = pair
         self._start_timeout_s = start_timeout_s
         self._silent_s = silent_s
+        self._failing = failing
         self._starting = asyncio.Lock()
         self.facts: says.Facts | None = None
         """What it said; None before it was well."""
@@ -96,6 +100,8 @@ class Watch:
         answered lately."""
         self.usable()
         if self._server is not None and (said := self._server.lost()):
+            raise EngineError(f"engine sglang: {said}")
+        if self._server is not None and (said := self._failing()):  # another may do better
             raise EngineError(f"engine sglang: {said}")
         if self.facts is None or self.busy or monotonic() - self.alive_at < _FRESH_S:
             return

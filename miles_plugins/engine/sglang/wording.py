@@ -19,6 +19,7 @@ from miles import Array, Completion, EngineError, Request, Span
 
 __all__ = [
     "Answered",
+    "Failed",
     "NotFound",
     "Refused",
     "completion",
@@ -49,6 +50,10 @@ class Unreachable(EngineError):
 
 class Answered(EngineError):
     """The server, or what stands before it, answered a question with an error."""
+
+
+class Failed(Answered):
+    """The server could not do what it was asked (HTTP 500 and above)."""
 
 
 class Refused(Answered):
@@ -150,7 +155,8 @@ def event(line: bytes) -> dict[str, Any] | None:
 
 def failure(where: str, status: int, text: str) -> EngineError:
     """An answer that is an error."""
-    kind = NotFound if status == 404 else Refused if status == 400 else Answered
+    few = {400: Refused, 404: NotFound}
+    kind = few.get(status, Failed if status >= 500 else Answered)
     return kind(f"{where}: HTTP {status}: {' '.join(text.split())[:400]}")
 
 

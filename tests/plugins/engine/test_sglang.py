@@ -9,6 +9,7 @@ import importlib.util
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -563,6 +564,71 @@ def test_sglang_says_what_the_server_refused(play, status):
         server.fault = status, "The input is too long"
         with pytest.raises(EngineError, match=rf"HTTP {status}.*The input is too long"):
             await client.generate(_request())
+
+    play(check)
+
+
+def _one_log_prob_less(reply):
+    reply["meta_info"]["output_token_logprobs"].pop()
+
+
+@pytest.mark.parametrize("how", ["fault", "twist", "streamed"])
+def test_sglang_server_of_ours_that_answers_nothing_well_is_unwell(play, how):
+    """It says that it is well, so that nobody else would start it again."""
+
+    async def ask(client, index):
+        if how != "streamed":
+            return await client.generate(_request(index=index))
+        return [part async for part in client.stream(_request(index=index))]
+
+    async def check(client, server):
+        ours = SimpleNamespace(lost=str, close=lambda: None, wait=lambda limit: None)
+
+        async def fail(count):
+            server.fault = (500, "no kernel image") if how != "twist" else None
+            server.twist = _one_log_prob_less if how == "twist" else None
+            for index in range(count):
+                with pytest.raises(EngineError):
+                    await ask(client, index)
+            server.fault = server.twist = None
+
+        await fail(7)
+        await ask(client, 7)  # a good answer
+        await fail(7)
+        client._watch._server = ours
+        await client.health()
+        await fail(8)
+        said = r"none of its last answers, to 8 routing keys, was good: .*(HTTP 500|log-prob)"
+        for call in (client.version, client.health):
+            with pytest.raises(EngineError, match=said):
+                await call()
+        client._watch._server = None  # one that others run cannot be started again
+        await client.health()
+
+    play(check, together=1)
+
+
+def test_sglang_server_that_refuses_many_requests_is_well(play):
+    async def check(client, server):
+        for status in (400, 404, 413, 422, 429):
+            server.fault = status, "too long"
+            for index in range(9):
+                with pytest.raises(EngineError):
+                    await client.generate(_request(index=index))
+        assert not client._asking.failing()
+
+    play(check, together=1)
+
+
+def test_sglang_server_that_hangs_in_a_pause_is_not_waited_for_as_for_weights(play, monkeypatch):
+    monkeypatch.setattr("miles_plugins.engine.sglang.publishing._SOON_S", 0.2)
+
+    async def check(client, server):
+        server.silent = {"/pause_generation", "/continue_generation"}
+        with pytest.raises(EngineError, match=r"/pause_generation: no answer in 0\.2 s"):
+            await client.pause()
+        with pytest.raises(EngineError, match=r"/continue_generation: no answer in 0\.2 s"):
+            await client.resume()
 
     play(check)
 
