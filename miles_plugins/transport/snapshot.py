@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -297,16 +298,20 @@ def check_contents(folder: Path, entries: list[dict[str, Any]]) -> None:
         )
 
 
+_one_at_a_time = threading.Lock()  # a second would find 1, and leave it so for the whole process
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """The calling thread computes by itself: torch's threads spin while they wait for each other,
     for seconds where a server beside them occupies the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with _one_at_a_time:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 _SHORT = {

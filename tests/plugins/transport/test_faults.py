@@ -35,6 +35,7 @@ from miles_plugins.transport.snapshot import (
     SnapshotReceiver,
     SnapshotSender,
     check_contents,
+    one_thread,
     read_manifest,
 )
 
@@ -114,6 +115,37 @@ def test_contents_are_compared_by_one_thread(tmp_path, monkeypatch, kind):
     finally:
         torch.set_num_threads(before)
     assert seen and set(seen) == {1}
+
+
+def test_contents_that_are_compared_at_once_leave_torch_all_its_threads():
+    """The second took the first's one thread for what there was, and left that behind."""
+    before, inside, over = torch.get_num_threads(), threading.Event(), threading.Event()
+
+    def first():
+        with one_thread():
+            inside.set()
+            time.sleep(0.2)
+        over.set()
+
+    def second():
+        inside.wait()
+        with one_thread():
+            over.wait()
+
+    torch.set_num_threads(2)
+    try:
+        threads = [threading.Thread(target=each) for each in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = []
+        new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        new.start()
+        new.join()
+        assert found == [2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_old_snapshot_is_deleted_when_the_new_one_is_served_and_not_before(tmp_path):
