@@ -129,7 +129,8 @@ class Publishing:
             await self._http.ask("POST", "/weights_checker", body, limit=self._limit)
         except MilesError as error:  # some may be scrambled all the same, so they are read again
             _log.warning("engine sglang: weights cannot be scrambled: %s", error)
-        _log.info("engine sglang: version %d: scrambled", version)
+        else:
+            _log.info("engine sglang: version %d: scrambled", version)
         await self._read(version, directory, flush=flush)
         second = await self.checksums()
         _log.info("engine sglang: version %d: checksums taken again", version)

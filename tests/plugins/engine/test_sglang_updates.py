@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import time
 from contextlib import asynccontextmanager
 from functools import partial
@@ -97,8 +98,10 @@ def test_scramble_that_broke_half_way_leaves_no_scrambled_tensor(play, checkpoin
         assert server.tensors == dict.fromkeys(server.tensors, "of 1")
         await _serves(client, 1)
 
+    caplog.set_level(logging.INFO)
     play(check)
     assert "weights cannot be scrambled" in caplog.text
+    assert "version 1: scrambled" not in caplog.text
 
 
 def test_scramble_that_broke_and_is_not_read_over_makes_the_engine_unusable(play, checkpoint):
