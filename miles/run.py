@@ -217,7 +217,7 @@ class _Run:
         if state and not middle:
             start += 1
         if start == len(names):
-            log.warning("%s", _nothing_left(self.plan.stages, state))
+            log.warning("%s", _nothing_left(self.plan, state))
         for index in range(start, len(names)):
             first = state["stage_first"] if middle else shared.version
             stage = self.stage = await build(self.plan, index, shared, first)
@@ -344,10 +344,13 @@ def _done(state: Mapping[str, Any], left: Sequence[Any]) -> bool:
     return False
 
 
-def _nothing_left(stages: Sequence[Any], state: Mapping[str, Any]) -> str:
+def _nothing_left(plan: Any, state: Mapping[str, Any]) -> str:
     """Of a resumed run that has taken all its steps: how many, and how it goes on."""
-    last = stages[-1]
-    steps, key = last.settings.steps, "steps" if len(stages) == 1 else f"stages.{last.name}.steps"
+    last = plan.stages[-1]
+    steps, key = last.settings.steps, f"stages.{last.name}.steps"
+    said = any(o.lstrip("+").startswith(f"{key}=") for o in plan.overrides)
+    if len(plan.stages) == 1 and not said:
+        key = "steps"
     return (
         f"resume={last.settings.resume}: this run is finished, at step "
         f"{state['version'] - state['stage_first']} of {steps} of stage {last.name}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,23 +86,31 @@ def test_run_resumed_at_the_end_of_its_last_stage_still_wants_the_score(
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "overrides", "key"),
     [
-        (("grpo",), "at step 6 of 6 of stage grpo; a larger steps goes on from there"),
-        (("sft", "rl"), "at step 6 of 6 of stage rl; a larger stages.rl.steps goes on from there"),
+        (("rl",), [], "steps"),
+        (("rl",), ["stages.sft.steps=3", "stages.rl.steps=6"], "stages.rl.steps"),  # over `steps`
+        (("sft", "rl"), [], "stages.rl.steps"),
     ],
 )
 def test_run_resumed_after_its_last_step_says_how_it_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...], said: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    names: Sequence[str],
+    overrides: list[str],
+    key: str,
 ) -> None:
     """It ended at once, as "finished", as if the resume had done something."""
     settings = Settings(steps=6, resume="runs/r")
     stages = [SimpleNamespace(name=n, settings=settings, specs={"evaluator": None}) for n in names]
     state = {"version": 10, "stage_first": 4, "evaluated": -1, "stage": names[-1]}
-    run = _Run(SimpleNamespace(stages=stages), None, tmp_path, {})
+    run = _Run(SimpleNamespace(stages=stages, overrides=overrides), None, tmp_path, {})
     outcome = asyncio.run(run._stages(SimpleNamespace(version=10), None, state))  # type: ignore[arg-type]
     assert outcome == "finished"
-    assert caplog.messages == [f"resume=runs/r: this run is finished, {said}"]
+    assert caplog.messages == [
+        "resume=runs/r: this run is finished, at step 6 of 6 of stage rl; "
+        f"a larger {key} goes on from there"
+    ]
 
 
 def test_run_resumed_sets_checkpoints_aside_before_the_ledger_denies_them(tmp_path: Path) -> None:
