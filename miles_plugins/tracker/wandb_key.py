@@ -50,11 +50,13 @@ def _settings() -> Mapping[str, str]:
 
 def _in_netrc(url: str) -> bool:
     host = urlsplit(url).netloc
+    # older versions of the library write and read an entry without the port
+    hosts = _CLOUD if host in _CLOUD else (host, host.partition(":")[0])
     try:
         found = netrc.netrc(_netrc_file())
     except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
         return False
-    entries = (found.authenticators(name) for name in (_CLOUD if host in _CLOUD else (host,)))
+    entries = (found.authenticators(name) for name in hosts)
     return any(entry is not None and entry[2] for entry in entries)
 
 

@@ -122,6 +122,7 @@ def test_check_of_wandb_without_a_key_says_so_and_what_instead(nobody: Path) -> 
         ("_netrc", f"machine api.wandb.ai login user password {KEY}\n", {}),
         ("other", f"machine api.wandb.ai login user password {KEY}\n", {"NETRC": "other"}),
         (".netrc", f"machine w.org login a password {KEY}", {"WANDB_BASE_URL": "https://w.org"}),
+        (".netrc", f"machine w.org login a password {KEY}", {"WANDB_BASE_URL": "http://w.org:80"}),
         (".config/wandb/settings", f"[default]\napi_key = {KEY}\n", {}),
         ("wandb/settings", f"[default]\napi_key = {KEY}\n", {}),
         ("set/settings", f"[default]\napi_key = {KEY}\n", {"WANDB_CONFIG_DIR": "set"}),
