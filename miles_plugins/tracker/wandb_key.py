@@ -36,7 +36,7 @@ def has_key(variable: str) -> bool:
 
 def _settings() -> Mapping[str, str]:
     """What `wandb login` and `wandb init` stored; a file that cannot be read holds nothing."""
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    folder = _expanded(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb")
     stored: dict[str, str] = {}
     for file in (folder / "settings", Path("wandb/settings")):
         parser = configparser.ConfigParser(interpolation=None)
@@ -62,6 +62,10 @@ def _in_netrc(url: str) -> bool:
 
 def _netrc_file() -> Path:
     if named := os.environ.get("NETRC"):
-        return Path(named).expanduser()
-    files = [Path(name).expanduser() for name in ("~/.netrc", "~/_netrc")]
+        return _expanded(named)
+    files = [_expanded(name) for name in ("~/.netrc", "~/_netrc")]
     return next((file for file in files if file.exists()), files[0])
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # where nobody has a home, pathlib raises

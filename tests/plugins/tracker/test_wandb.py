@@ -150,6 +150,18 @@ def test_check_of_wandb_takes_no_other_entry_of_netrc_for_a_key(nobody: Path, te
     assert "there is no API key" in checked()
 
 
+def test_check_of_wandb_where_nobody_has_a_home_says_that_there_is_no_key(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container whose user is only a number, pathlib raises for `~`."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    assert "there is no API key" in checked()
+    (nobody / "other").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    monkeypatch.setenv("NETRC", "other")
+    assert checked() == ""
+
+
 def test_wandb_refuses_an_empty_project(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tracker wandb: project: is empty"):
         Wandb(Wandb.Config(project=""), Context(directory=tmp_path))
