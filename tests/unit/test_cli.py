@@ -179,6 +179,18 @@ def test_path_may_hold_anything(miles, tmp_path, component):
     assert code == 0, out + err
 
 
+@pytest.mark.parametrize("safe", [(), ("-P",)])
+def test_python_m_miles_finds_no_neighbours_of_a_plugin_that_workers_would_lack(tmp_path, safe):
+    """`check` was good, and the run ended with "there is no environment 'mine'"."""
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "mine.py").write_text("import neighbour\n")
+    command = [sys.executable, *safe, "-m", "miles", "check", "plugins=[./mine.py]"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "/mine.py" in done.stdout
+    assert "ModuleNotFoundError: No module named 'neighbour'" in done.stdout
+
+
 def test_resume_of_nothing_is_2(miles, tmp_path):
     code, _, err = miles("run", "resume=absent")
     assert code == 2
