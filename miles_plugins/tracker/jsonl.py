@@ -53,7 +53,7 @@ class Jsonl:
         self._path = context.directory / config.file
         self._file: BinaryIO | None = None
         self._step: int | None = None
-        self._told: set[tuple[Any, ...]] = set()  # rows of before a resume
+        self._told: dict[tuple[Any, ...], Any] = {}  # rows of before a resume, by whom at last
         self._evaluators: dict[str, str] = {}  # by stage
         self._evaluator = ""  # of this stage
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
@@ -78,7 +78,7 @@ class Jsonl:
             line = {"moment": name, "at": round(time.time(), 3), **step, **_values(name, data)}
             if name == "evaluated" and self._evaluator:
                 line["evaluator"] = self._evaluator
-            if not (again and _row(line) in self._told):
+            if not (again and self._told.get(_row(line), "") == line.get("evaluator")):
                 self._append(line)
         except OSError as error:
             message = f"tracker jsonl: cannot write {self._path}: {error.strerror}"
@@ -107,7 +107,7 @@ class Jsonl:
                 torn_or_later = True
                 continue
             kept.append(line)
-            self._told.add(_row(found))
+            self._told[_row(found)] = found.get("evaluator")
         if not torn_or_later:
             return
         self.close()
@@ -138,9 +138,9 @@ def _values(name: str, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes a line another one than those before."""
+    """What makes a line another one than those before, but for its evaluator."""
     why = line.get(f"eval/{line.get('set')}/skipped")
-    return line.get("moment"), line.get("step"), line.get("set"), line.get("evaluator"), why
+    return line.get("moment"), line.get("step"), line.get("set"), why
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -108,6 +108,15 @@ def test_jsonl_resumed_run_writes_an_evaluation_that_was_recorded_already_once(
     ]  # fmt: skip
 
 
+def score_once(directory: Path, resumed: int | None, evaluator: dict, score: float) -> None:
+    tracker = make(directory)
+    config = {"stages": {"grpo": {"evaluator": evaluator}}}
+    tracker.moment("run_started", {"config": config, "resumed": resumed})
+    tracker.moment("stage_started", {"stage": "grpo", "version": 0, "steps": 9})
+    tracker.moment("evaluated", {"step": 4, "set": "heldout", "score": score})
+    tracker.close()
+
+
 @pytest.mark.parametrize(
     ("changed", "scores"),
     [
@@ -122,15 +131,19 @@ def test_jsonl_resumed_run_with_another_evaluator_has_its_score_too(
     """The row of before the resume hid the score that another evaluator gave the same version."""
     evaluator = {"sets": {"heldout": {"tasks": 2}}, "name": "sets"}
     for resumed, chosen, score in ((None, evaluator, 0.5), (4, changed, 0.75)):
-        tracker = make(tmp_path)
-        config = {"stages": {"grpo": {"evaluator": chosen}}}
-        tracker.moment("run_started", {"config": config, "resumed": resumed})
-        tracker.moment("stage_started", {"stage": "grpo", "version": 0, "steps": 9})
-        tracker.moment("evaluated", {"step": 4, "set": "heldout", "score": score})
-        tracker.close()
+        score_once(tmp_path, resumed, chosen, score)
     rows = [x for x in lines(tmp_path) if x["moment"] == "evaluated"]
     assert [x["eval/heldout/score"] for x in rows] == scores
     assert [e["eval/heldout/score"] for e in read(tmp_path).evaluations] == scores[-1:]
+
+
+def test_jsonl_run_that_goes_back_to_an_evaluator_has_its_score_last(
+    tmp_path: Path,
+) -> None:
+    """Its row was there already, so that the report went on with the other's score."""
+    for resumed, name, score in ((None, "sets", 0.5), (4, "fleet", 0.75), (4, "sets", 0.5)):
+        score_once(tmp_path, resumed, {"name": name}, score)
+    assert [e["eval/heldout/score"] for e in read(tmp_path).evaluations] == [0.5]
 
 
 def test_jsonl_next_stage_forgets_nothing(tmp_path: Path) -> None:
