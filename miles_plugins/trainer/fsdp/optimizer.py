@@ -7,6 +7,7 @@ It knows nothing of batches or losses; `worker` fills the gradients.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,19 +129,25 @@ class Masters:
         self.named[name] = self.trained[name] = master
         self._copies[name] = parameter
 
+        # weakly: the collector does not see what a parameter's hook holds, and all would stay
+        held = weakref.ref(self)
+
         def hand_over(copy: Tensor) -> None:
-            if copy.grad is None:
-                return
-            grad, copy.grad = copy.grad.float(), None
-            before = self._gradient(name)
-            if before is not None:
-                before.add_(grad)
-            elif self._streamed is None:
-                master.grad = grad
-            else:
-                self._apart[name] = grad
+            if copy.grad is not None and (masters := held()) is not None:
+                masters._take(name, copy)
 
         parameter.register_post_accumulate_grad_hook(hand_over)
+
+    def _take(self, name: str, copy: Tensor) -> None:
+        """Add a copy's gradient to its master's."""
+        grad, copy.grad = copy.grad.float(), None  # type: ignore[union-attr]
+        before = self._gradient(name)
+        if before is not None:
+            before.add_(grad)
+        elif self._streamed is None:
+            self.trained[name].grad = grad
+        else:
+            self._apart[name] = grad
 
     def _gradient(self, name: str) -> Tensor | None:
         found = self._apart.get(name)
