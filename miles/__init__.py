@@ -8,6 +8,7 @@ from miles import batch, episode, errors, machine, protocols, types
 from miles.batch import *  # noqa: F403
 from miles.episode import *  # noqa: F403
 from miles.errors import *  # noqa: F403
+from miles.folders import unwritable
 from miles.hookspecs import hookimpl
 from miles.identity import process_alive, process_identity
 from miles.machine import *  # noqa: F403
@@ -43,6 +44,7 @@ __all__ = [
     "serve_child",
     "stacks_held",
     "stacks_of",
+    "unwritable",
     "whereabouts",
     *batch.__all__,
     *episode.__all__,

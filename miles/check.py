@@ -19,6 +19,7 @@ from miles.checking.sessions import through_faults
 from miles.checking.tasks import task_faults, vocabulary_faults
 from miles.config import Plan, Stage, once
 from miles.errors import MilesError, PluginError
+from miles.folders import unwritable
 from miles.plugins import Registry
 from miles.protocols import KINDS, Context, Spec
 from miles.registry import conformance, schema
@@ -112,6 +113,8 @@ def _stage(
     resume = stage.settings.resume
     if resume and not Path(resume).expanduser().exists():
         faults.append(f"resume: {resume} does not exist")
+    if not resume and (why := unwritable(Path(stage.settings.run.dir).expanduser())):
+        faults.append(f"run.dir: {why}")
     with tempfile.TemporaryDirectory(prefix="miles-check-") as folder:
         context = Context(
             directory=Path(folder),

@@ -32,7 +32,9 @@ class Row:
 
 TABLE = {
     "data": Row(
-        "types batch errors plain seeds settings identity machine threads stacks", "data", "numpy"
+        "types batch errors plain seeds settings identity machine folders threads stacks",
+        "data",
+        "numpy",
     ),
     "contract": Row("protocols hookspecs episode metrics", "data contract", "pluggy"),
     "wire": Row("wire", "data contract wire", "numpy msgspec"),

@@ -1,5 +1,5 @@
-"""What the driver's halves of all transports share: asking every engine, cleaning up, and deciding
-when contents are compared.
+"""What the driver's halves of all transports share: asking every engine, cleaning up, deciding when
+contents are compared, and looking at folders before a run.
 
 It knows no transport; tensors never pass here.
 """
@@ -11,9 +11,9 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from miles import Handle, MilesError, WeightSyncError
+from miles import Handle, MilesError, WeightSyncError, places_here, unwritable
 
-__all__ = ["CLEANUP_S", "Verifying", "everywhere", "quietly", "same"]
+__all__ = ["CLEANUP_S", "Verifying", "everywhere", "folder_faults", "quietly", "same"]
 
 _log = logging.getLogger(__name__)
 CLEANUP_S = 10.0  # a worker that hangs must not hold up the fault that is being raised
@@ -40,6 +40,15 @@ class Verifying:
     def failed(self) -> None:
         """It has not; the next one is compared, whatever it finds."""
         self._known = ()
+
+
+def folder_faults(config: Any, planned: Any, *keys: str) -> list[str]:
+    """Those of a config's folders that cannot be written, as far as this machine can tell: workers
+    that a runtime places on others may see what it does not."""
+    if planned is None or not places_here(planned):
+        return []
+    named = ((key, getattr(config, key)) for key in keys)
+    return [f"{key}: {why}" for key, value in named if value and (why := unwritable(value))]
 
 
 def same(some: Sequence[Handle], others: Sequence[Handle]) -> bool:

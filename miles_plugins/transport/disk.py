@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles import ConfigError, Context, Engine, Handle, MilesError, Receipt, Trainer
-from miles_plugins.transport.calling import CLEANUP_S, Verifying, everywhere, quietly
+from miles_plugins.transport.calling import (
+    CLEANUP_S,
+    Verifying,
+    everywhere,
+    folder_faults,
+    quietly,
+)
 
 __all__ = ["Disk"]
 
@@ -52,12 +58,13 @@ class Disk:
 
     @classmethod
     def check(cls, config: Config, planned: Any = None) -> list[str]:
-        """Values that cannot be meant."""
-        return [
+        """Values that cannot be meant, and a directory that cannot be written."""
+        wrong = [
             f"{name} is {value}; it must be at least 1"
             for name in ("file_bytes", "verify_every")
             if (value := getattr(config, name)) < 1
         ]
+        return [*wrong, *folder_faults(config, planned, "directory")]
 
     def sender(self, trainer: Trainer) -> Any:
         """The half for a trainer worker."""

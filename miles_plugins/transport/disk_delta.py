@@ -17,7 +17,13 @@ from typing import Any
 
 from miles import ConfigError, Context, Engine, Handle, MilesError, Receipt, Trainer
 from miles_plugins.transport.bucketed import positive
-from miles_plugins.transport.calling import CLEANUP_S, Verifying, everywhere, quietly
+from miles_plugins.transport.calling import (
+    CLEANUP_S,
+    Verifying,
+    everywhere,
+    folder_faults,
+    quietly,
+)
 
 __all__ = ["DiskDelta"]
 
@@ -56,13 +62,13 @@ class DiskDelta:
 
     @classmethod
     def check(cls, config: Config, planned: Any = None) -> list[str]:
-        """Values that cannot be meant."""
+        """Values that cannot be meant, and directories that cannot be written."""
         faults = positive(config, "file_bytes", "verify_every")
         if not 1 <= config.level <= 19:
             faults.append(f"level is {config.level}; 1 to 19")
         if importlib.util.find_spec("zstandard") is None:
             faults.append("zstandard is not installed; pip install 'miles[delta]'")
-        return faults
+        return [*faults, *folder_faults(config, planned, "directory", "local")]
 
     def __init__(self, config: Config, context: Context) -> None:
         if faults := self.check(config):

@@ -14,6 +14,7 @@ from miles import ConfigError, SessionKeys, Settings
 from miles.check import Planned, check, setting_faults
 from miles.config import compose
 from miles.plugins import Registry
+from miles_plugins.transport.calling import folder_faults
 
 KEYS = ("experiment=grpo", "tito=bytes")
 ENGINE_IN_ROLLOUTS = '''
@@ -375,6 +376,37 @@ def test_registry_of_the_plan_is_the_one_checked(install, component):
 def test_check_finds_what_a_run_would_stumble_over(override, words):
     faults = "\n".join(check(compose(["experiment=grpo", override])).faults)
     assert words in faults
+
+
+@pytest.mark.parametrize("below", ["", "/deeper/still"])
+@pytest.mark.parametrize(
+    ("key", "of"),
+    [
+        ("run.dir", ()),
+        ("transport.directory", ("transport=disk",)),
+        ("transport.directory", ("transport=disk_delta",)),
+        ("transport.local", ("transport=disk_delta",)),
+        ("trainer.optimizer_dir", ("trainer.optimizer_state=disk",)),
+    ],
+)
+def test_folder_that_cannot_be_written_is_told_before_a_run_instead_of_a_traceback(
+    key: str, of: tuple[str, ...], below: str, tmp_path: Path
+) -> None:
+    name = key.partition(".")[2] if key != "run.dir" else key
+    (tmp_path / "file").touch()
+    for place, why in ((tmp_path / "file", "is not a folder"), (Path("/proc"), "be written")):
+        lines = [line for line in found(*of, f"{key}={place}{below}").splitlines() if why in line]
+        assert len(lines) == 1 and f"{name}: {place}{below}: " in lines[0]
+    assert found(*of, f"{key}={tmp_path}/new/one") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing was made"
+
+
+def test_folder_that_another_machine_may_see_is_not_judged_by_this_one(tmp_path: Path) -> None:
+    elsewhere = SimpleNamespace(specs={"runtime": SimpleNamespace(name="ray")})
+    config = SimpleNamespace(directory=str(tmp_path / "file" / "below"))
+    (tmp_path / "file").touch()
+    assert folder_faults(config, elsewhere, "directory") == []
+    assert len(folder_faults(config, SimpleNamespace(specs={}), "directory")) == 1
 
 
 def test_check_refuses_an_engine_that_no_transport_reaches(tmp_path):

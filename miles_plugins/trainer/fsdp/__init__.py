@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles import Array, Batch, ConfigError, Context, Tokens, Update
+from miles import Array, Batch, ConfigError, Context, Tokens, Update, places_here, unwritable
 from miles_plugins.trainer.fsdp import room
 
 __all__ = ["Fsdp"]
@@ -109,10 +109,14 @@ class Fsdp:
 
     @classmethod
     def check(cls, config: Config, planned: Any = None) -> list[str]:
-        """Values that cannot be meant, GPUs that are missing, and a model that does not fit."""
+        """Values that cannot be meant, a directory that cannot be written, GPUs that are missing,
+        and a model that does not fit."""
         faults = cls._value_faults(config)
         if faults or planned is None:
             return faults
+        folder = config.optimizer_dir if places_here(planned) else ""
+        if folder and (why := unwritable(folder)):
+            return [f"optimizer_dir: {why}"]
         model = planned.built.get("model")
         shared = [] if model is None else sharing_faults(config, model.hf_config())
         return [*shared, *room.faults(config, planned)]
