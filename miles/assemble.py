@@ -29,6 +29,7 @@ from miles.workers import here
 from miles.workers.engines import Engines
 from miles.workers.pool import TRIES, Pool
 from miles.workers.rollouts import Rollouts
+from miles.workers.waiting import told_while
 from miles.workers.weights import Weights
 
 __all__ = ["build", "make_buffer", "make_context", "make_eval_fleet", "make_placement"]
@@ -283,8 +284,18 @@ async def _place_engine(stage: Stage, planned: Sequence[Any], context: Context) 
         )
     await engines.build(parts, around, count=count, variables=_variables(registry, parts))
     stage.engines = engines
-    longest = (await engines.health()).get("max_len")
+    longest = (await _first_health(engines, registry.awaits(parts[2]), shared)).get("max_len")
     return int(longest or context.model.decoder().max_len)
+
+
+async def _first_health(engines: Engines, awaits: str, shared: Shared) -> Mapping[str, float]:
+    """The first answer of new engines, whose servers may take minutes to start."""
+
+    def say(text: str) -> None:
+        shared.tracking.moment("warned", {"text": text})
+
+    async with told_while(f"engine: {awaits}", say=say):
+        return await engines.health()
 
 
 def _published(shared: Shared, receipt: Receipt) -> None:

@@ -163,6 +163,14 @@ class Registry:
         owner = f"{spec.kind} {spec.name!r}"
         return dict(told(schema.build(component.Config, spec.config, owner=owner)))
 
+    def awaits(self, engine: Spec) -> str:
+        """What the first answer of an engine waits for, in words. Raises as `build`."""
+        component = self.component(engine.kind, engine.name)
+        if (told := getattr(component, "awaits", None)) is None:
+            return "its first answer"
+        owner = f"{engine.kind} {engine.name!r}"
+        return str(told(schema.build(component.Config, engine.config, owner=owner)))
+
     def environments(self, evaluator: Spec | None) -> dict[str, Spec]:
         """By set, the environments other than the run's that an evaluator's sets name; a worker
         holds each as `environment:<set>`. Raises as `component` does, and `ConfigError`."""

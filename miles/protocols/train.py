@@ -62,7 +62,8 @@ class Engine(Protocol):
     Optional: `stream(request)`, an async generator of (new tokens,) int32 arrays as they are
     decoded and last the whole `Completion`; `dp_ranks`, how many data-parallel ranks a routing
     key can be bound to; `load_directory(version, directory)`, as `load` from the safetensors of a
-    Hugging Face directory, which an evaluation fleet needs; `digests()`, by Hugging Face name
+    Hugging Face directory, which an evaluation fleet needs; the class method `awaits(config)`,
+    what its first answer waits for, in words for people; `digests()`, by Hugging Face name
     `miles.learn.digest.contents` of the tensors that it serves, which transports compare; and
     `updating(version)`, of an engine whose own server takes weights on SGLang's routes: an async
     context manager, paused inside, that gives a channel: `post(path, body) -> reply`, raising

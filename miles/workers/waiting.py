@@ -1,5 +1,5 @@
 """Says what a trainer waits for while it still waits: who owes what since when, and which engine
-does not answer.
+does not answer; and what a start waits for.
 
 What ends a wait that is too long is the buffer's affair; who starts engines again,
 `miles.workers.weights`.
@@ -8,14 +8,16 @@ What ends a wait that is too long is the buffer's affair; who starts engines aga
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 from miles.buffer import Buffer
 from miles.workers.engines import Engines
 
-__all__ = ["tell"]
+__all__ = ["tell", "told_while"]
 
 _ANSWER_S = 5.0
+_START_S = 5.0
 
 
 async def tell(
@@ -34,6 +36,27 @@ async def tell(
             continue
         due = 2 * max(due, seen.seconds)
         say(f"the trainer waits: {seen}{await _silent(engines)}")
+
+
+@asynccontextmanager
+async def told_while(
+    what: str, *, say: Callable[[str], None], first_s: float = _START_S
+) -> AsyncGenerator[None, None]:
+    """Call `say` with what is waited for when the block has taken `first_s`, twice that, four times
+    that, and so on."""
+
+    async def remind() -> None:
+        waited, due = 0.0, first_s
+        while True:
+            await asyncio.sleep(due - waited)
+            waited, due = due, 2 * due
+            say(f"waiting for {what} ({waited:g} s so far)")
+
+    reminding = asyncio.create_task(remind(), name="say what a start waits for")
+    try:
+        yield
+    finally:
+        reminding.cancel()
 
 
 async def _silent(engines: Engines | None) -> str:

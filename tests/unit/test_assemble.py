@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,14 @@ from miles.assemble import (
     _agree,
     _connect_again,
     _end_others,
+    _place_engine,
     _transport,
     _worker,
     rollout_roles,
 )
+from miles.config import compose
 from miles.testing import FakeHandle
+from miles.workers.waiting import told_while
 
 
 def handle(name: str, *fingerprints: str) -> FakeHandle:
@@ -150,3 +154,47 @@ def test_assemble_connects_a_new_rollout_worker_once_engines_that_died_with_it_a
     with pytest.raises(WorkerError, match="cannot be reached" if lives else "exited with code 1"):
         asyncio.run(connecting)
     assert len(tried) == 1 or lives
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (("engine=sglang",), "its server starts (logs/sglang-0.log)"),
+        (
+            ("engine=sglang", "engine.workers=3"),
+            "its servers start (logs/sglang-0.log to sglang-2.l",
+        ),
+        (
+            ("engine=sglang", "engine.url=http://h:1", "engine.start_timeout_s=60"),
+            "http://h:1 to answer, at most 60 s (start_timeout_s)",
+        ),
+        (("engine=torch",), "its first answer"),
+    ],
+)
+def test_run_that_waits_for_a_server_to_start_says_so_instead_of_being_mute(
+    values: tuple[str, ...], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+
+    class Slow:
+        async def build(self, *_: Any, **__: Any) -> None:
+            return None
+
+        async def health(self) -> dict[str, float]:
+            await asyncio.sleep(0.15)
+            return {"max_len": 64.0}
+
+    monkeypatch.setattr("miles.assemble.told_while", partial(told_while, first_s=0.05))
+    plan = compose(["experiment=grpo", *values])
+    stage: Any = SimpleNamespace(
+        shared=SimpleNamespace(
+            registry=plan.registry,
+            engines=Slow(),
+            tracking=SimpleNamespace(moment=lambda name, data: said.append((name, data["text"]))),
+        ),
+        evaluator=None,
+        samples=True,
+    )
+    longest = asyncio.run(_place_engine(stage, plan.stages, Context(directory=tmp_path)))
+    assert longest == 64
+    assert said[0][0] == "warned" and said[0][1].startswith(f"waiting for engine: {what}")

@@ -1,8 +1,7 @@
 """SGLang servers as engines: started and owned, or somebody else's that are given by address.
 
 This module holds the component and the life of one server; requests are `asking`, weights
-`publishing`, what a server is started with `command`. Nothing of SGLang is imported: it lives in an
-environment of its own.
+`publishing`, what a server is started with `command`. Nothing of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -115,6 +114,7 @@ class Sglang:
         its weights, read them again, and compare checksums, also with those of other servers that
         read the same bytes."""
 
+    awaits = classmethod(checks.awaits)
     check = classmethod(checks.check)
     claims = classmethod(checks.claims)
     warnings = classmethod(checks.warnings)

@@ -34,7 +34,16 @@ from miles_plugins.engine.sglang import command, drafts, server, sources
 from miles_plugins.engine.sglang import facts as says
 from miles_plugins.engine.sglang.starting import key_of
 
-__all__ = ["check", "claims", "context_length", "listed", "topk", "url_faults", "warnings"]
+__all__ = [
+    "awaits",
+    "check",
+    "claims",
+    "context_length",
+    "listed",
+    "topk",
+    "url_faults",
+    "warnings",
+]
 
 _ASK_S = 5.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run asks: no proxy
@@ -102,6 +111,16 @@ def check(cls: type, config: Any, planned: Any) -> Sequence[str]:
     if config.url:
         return [*faults, *_running_faults(config, planned)]
     return [*faults, *_own_faults(config, planned)]
+
+
+def awaits(cls: type, config: Any) -> str:
+    """What the first answer waits for: servers of our own, or those of others."""
+    del cls
+    if config.url:
+        return f"{config.url} to answer, at most {config.start_timeout_s:g} s (start_timeout_s)"
+    if config.workers == 1:
+        return "its server starts (logs/sglang-0.log)"
+    return f"its servers start (logs/sglang-0.log to sglang-{config.workers - 1}.log)"
 
 
 def warnings(cls: type, config: Any, planned: Any) -> Sequence[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from miles import Task, WorkerError
 from miles.buffer import Buffer, Lease
-from miles.workers.waiting import tell
+from miles.workers.waiting import tell, told_while
 
 
 class Engines:
@@ -54,3 +54,22 @@ def test_waiting_names_the_engine_that_does_not_answer() -> None:
 
 def test_waiting_is_not_told_while_new_groups_are_held() -> None:
     assert waited(0.2, hold=True) == [""]
+
+
+def test_start_that_takes_long_is_told_at_doubling_intervals_and_no_more_once_it_is_over() -> None:
+    said: list[str] = []
+
+    async def main(seconds: float) -> list[str]:
+        said.clear()
+        async with told_while("engine: x", say=said.append, first_s=0.1):
+            await asyncio.sleep(seconds)
+        before = list(said)
+        await asyncio.sleep(0.3)
+        assert said == before
+        return before
+
+    assert asyncio.run(main(0.0)) == []
+    assert asyncio.run(main(0.3))[:2] == [
+        "waiting for engine: x (0.1 s so far)",
+        "waiting for engine: x (0.2 s so far)",
+    ]
