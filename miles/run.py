@@ -273,12 +273,17 @@ class _Run:
         if stage.trainer.version == stage.first:
             return
         if not stage.trainer.certain:
-            log.warning("no last checkpoint: a trainer step was lost, so its weights are unknown")
+            log.warning(
+                "nothing newer is saved: a trainer step was lost, so its weights are unknown%s",
+                self._kept(),
+            )
             return
         if not await stage.trainer.free(stage.settings.silent_after_s):
             log.warning(
-                "no last checkpoint: the trainer does not answer within %g s (silent_after_s)",
+                "nothing newer is saved: the trainer does not answer within %g s "
+                "(silent_after_s)%s",
                 stage.settings.silent_after_s,
+                self._kept(),
             )
             return
         try:
@@ -286,7 +291,14 @@ class _Run:
             stage.buffer.end()  # nobody brings back what is in flight, and a shared device waits
             await stage.finish()
         except MilesError as error:
-            log.warning("no last checkpoint: %s", error)
+            log.warning("nothing newer is saved: %s%s", error, self._kept())
+
+    def _kept(self) -> str:
+        """The newest checkpoint and how it is taken up, in words; that there is none."""
+        found = checkpoint.find(self.directory / "checkpoints")
+        if not found:
+            return "; there is no checkpoint"
+        return f"; the newest checkpoint is {found[-1]} (resume={self.directory})"
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -316,12 +328,10 @@ class _Run:
         self.interrupted = True
 
     def _give_up(self, seconds: float) -> None:
-        found = checkpoint.find(self.directory / "checkpoints")
-        kept = f"; the newest checkpoint is {found[-1]}" if found else ""
         log.warning(
             "interrupted: not ended after %g s (interrupt_grace_s), stopping at once%s",
             seconds,
-            kept,
+            self._kept(),
         )
         if self.main_task is not None:
             self.main_task.cancel()

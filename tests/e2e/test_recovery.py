@@ -241,7 +241,10 @@ def test_trainer_that_hangs_in_a_publish_is_named_with_what_it_owes(
         run.kill()
     assert run.returncode == 1, output
     assert re.search(f"miles: {said}", output), output
-    assert "no last checkpoint: the trainer does not answer within 8 s (silent_after_s)" in output
+    assert (
+        "nothing newer is saved: the trainer does not answer within 8 s (silent_after_s); the"
+        in output
+    )
 
 
 @pytest.mark.timeout(600)

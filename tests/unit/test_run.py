@@ -137,3 +137,16 @@ def test_run_that_starves_says_what_the_last_failed_group_said() -> None:
     ]
     assert not hasattr(_explained(RunError("another"), group), "__notes__")
     assert not hasattr(_explained(BufferStarved("slow"), None), "__notes__")
+
+
+@pytest.mark.parametrize("kept", [(), ("step_000002", "step_000004")])
+def test_lost_step_does_not_read_as_if_there_were_no_checkpoint(
+    kept: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in kept:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    stage: Any = SimpleNamespace(first=0, trainer=SimpleNamespace(version=5, certain=False))
+    asyncio.run(_Run(None, None, tmp_path, {})._rescue(stage))
+    newest = f"the newest checkpoint is {tmp_path}/checkpoints/step_000004 (resume={tmp_path})"
+    lost = "nothing newer is saved: a trainer step was lost, so its weights are unknown"
+    assert caplog.messages == [f"{lost}; {newest if kept else 'there is no checkpoint'}"]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from miles import ConfigError, WorkerError
 from miles_plugins.runtime.ray.layout import Node
 
-__all__ = ["Cluster", "Place", "connected", "placed", "reach"]
+__all__ = ["Cluster", "Place", "connected", "placed", "reach", "refusal"]
 
 ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """At 0, Ray takes 127.0.0.1 for its node's address, so that all it starts listens there alone. The
@@ -222,7 +222,7 @@ def connected(address: str, *, cpus: int | None, gpus: int | None) -> Iterator[s
                 break
             except Exception as error:  # Ray raises just this for a slow start
                 ray.shutdown()
-                text = f"runtime ray: cannot connect to {address!r}: {error}"
+                text = f"runtime ray: {refusal(address, str(error))}"
                 if address != "local" or not left:
                     raise ConfigError(text) from error
                 _log.warning("%s; trying again", text)
@@ -231,6 +231,16 @@ def connected(address: str, *, cpus: int | None, gpus: int | None) -> Iterator[s
     except BaseException:
         ray.shutdown()
         raise
+
+
+def refusal(address: str, said: str) -> str:
+    """Why a connection failed, of what Ray said."""
+    if "--address" in said:  # where it found no cluster it names a flag that miles does not have
+        return (
+            "no Ray cluster runs on this machine; start one with `ray start --head`, join one with "
+            "`ray start --address=HOST:PORT`, or take runtime.address=local"
+        )
+    return f"cannot connect to {address!r}: {said}"
 
 
 def reach(address: str) -> str:

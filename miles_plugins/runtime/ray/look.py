@@ -45,7 +45,8 @@ def main() -> int:
             fields = ("id", "address", "cpus", "gpus")
             print(json.dumps([{f: getattr(n, f) for f in fields} for n in cluster.nodes()]))
     except ConfigError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        said = " ".join(str(error).split()).removeprefix("runtime ray: ")  # who asks says that
+        print(said, file=sys.stderr)
         return 1
     return 0
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles import Caller, ConfigError, Context, Settings, Spec, WorkerError, process_alive
-from miles_plugins.runtime.ray import MISSING, Ray
-from miles_plugins.runtime.ray.cluster import reach
+from miles_plugins.runtime.ray import MISSING, Ray, look
+from miles_plugins.runtime.ray.cluster import reach, refusal
 from miles_plugins.runtime.ray.files import seen, shared, unseen
 from miles_plugins.runtime.ray.keeper import Keeper, own_address
 from miles_plugins.runtime.ray.layout import (
@@ -299,3 +299,23 @@ def test_ray_is_not_imported_by_any_of_this() -> None:
 
     code = "import sys, miles_plugins.runtime.ray.placing as p; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+def test_cluster_that_is_not_there_is_told_without_flags_that_miles_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray_says = (
+        "Could not find any running Ray instance. Please specify the one to connect to by setting "
+        "`--address` flag or `RAY_ADDRESS` environment variable."
+    )
+    said = refusal("auto", ray_says)
+    assert "flag" not in said and "no Ray cluster runs on this machine" in said
+    assert refusal("10.0.0.1:6379", "no route") == "cannot connect to '10.0.0.1:6379': no route"
+
+    def connected(address: str, **_: Any) -> Any:
+        raise ConfigError(f"runtime ray: {said}")
+
+    monkeypatch.setattr(look, "connected", connected)
+    monkeypatch.setattr("sys.argv", ["look", "auto"])
+    assert look.main() == 1
+    assert capsys.readouterr().err.strip() == said, "who asks for it says which runtime"
