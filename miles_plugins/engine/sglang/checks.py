@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import http.client
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -45,7 +47,8 @@ __all__ = [
     "warnings",
 ]
 
-_ASK_S = 5.0
+_ASK_S = 5.0  # to connect, and every part of an answer
+_WHOLE_S = 10.0  # the whole answer
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run asks: no proxy
 _TOPK = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 
@@ -245,7 +248,28 @@ def _info(url: str, key: str) -> Mapping[str, Any]:
 
 
 def _asked(where: str, key: str) -> Mapping[str, Any]:
-    """A JSON object. Raises `HTTPError` for an answer that is an error, else `EngineError`."""
+    """A JSON object. Raises `HTTPError` for an answer that is an error, else `EngineError`, also
+    when it is not whole within `_WHOLE_S`."""
+    said: Future[Mapping[str, Any]] = Future()
+
+    def ask() -> None:
+        try:
+            said.set_result(_read(where, key))
+        except (urllib.error.HTTPError, EngineError) as error:
+            said.set_exception(error)
+
+    # a server that drips keeps this thread, which the process does not wait for
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return said.result(_WHOLE_S)
+    except TimeoutError:
+        raise EngineError(
+            f"engine sglang: {where} gave no whole answer within {_WHOLE_S:g} s; is it the address "
+            "of an SGLang server?"
+        ) from None
+
+
+def _read(where: str, key: str) -> Mapping[str, Any]:
     try:
         request = urllib.request.Request(where)
         if key:

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ __all__ = ["Server", "Slot", "free_port", "installed", "location", "port_fault"]
 
 _POLL_S = 0.25
 _HEALTH_S = 30.0  # one answer while it starts: it may compute a token first
+_SAID_S = 60.0  # for an interpreter to look for SGLang
 _CLAIM_S = 15.0  # for one that is being replaced to let go
 
 
@@ -94,23 +96,34 @@ def location(python: str, environment: Mapping[str, str] | None = None) -> str:
 
 def _said(python: str, environment: Mapping[str, str] | None, look: str) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [python, "-c", look],
             env=_around(environment or {}),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=60,
-            check=False,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ConfigError(f"engine sglang: python: {python} cannot be run: {error}") from error
-    if done.returncode:
+    with process:
+        try:
+            output, _ = process.communicate(timeout=_SAID_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+            os.killpg(process.pid, signal.SIGKILL)  # its children too, which may hold the pipe
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise ConfigError(
+                f"engine sglang: python: {python} was not done within {_SAID_S:g} s, or left a "
+                "process that holds its output; it must be an interpreter, or become one by exec"
+            ) from None
+    if process.returncode:
         raise ConfigError(
             f"engine sglang: {python} has no SGLang installed; it lives in an environment of its "
             "own: give that one's interpreter as engine.python=/path/to/bin/python, or the folder "
             "of its packages as 'engine.environment={PYTHONPATH: /path}'"
         )
-    return done.stdout.strip()
+    return output.strip()
 
 
 def _around(environment: Mapping[str, str]) -> dict[str, str]:

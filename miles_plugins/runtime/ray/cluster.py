@@ -29,6 +29,8 @@ variable is read when ray is imported."""
 
 _OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing of ours goes through it
 _REACH_S = 5.0
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How every gRPC connection begins, with empty settings; a server answers with its own."""
 _TRIES = 3  # to start a cluster: Ray gives its own processes 15 s, whatever else the machine does
 _POLL_S = 0.05
 
@@ -257,13 +259,22 @@ def reach(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return f"address {address!r} is none of local, auto, HOST:PORT"
+    instead = (
+        "start the head with `ray start --head`, which says its address, or take address=local"
+    )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except OSError as error:
-        return (
-            f"address {address!r} cannot be reached ({error}); start the head with `ray start "
-            "--head`, which says its address, or take address=local"
-        )
+        peer = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
+    except (OSError, OverflowError) as error:
+        return f"address {address!r} cannot be reached ({error}); {instead}"
+    with peer, contextlib.suppress(ConnectionError):  # Ray with TLS hangs up on plain words
+        try:
+            peer.sendall(_HELLO)
+            peer.recv(1)
+        except TimeoutError:
+            return (
+                f"address {address!r}: something listens there that says nothing in {_REACH_S:g} "
+                f"s, so it is no head of Ray; {instead}"
+            )
     return ""
 
 

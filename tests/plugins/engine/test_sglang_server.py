@@ -631,6 +631,41 @@ def test_check_holds_a_running_server_to_the_precision(info, words):
     assert all(fault.startswith(url) and words in fault for fault in found)
 
 
+def test_check_of_a_server_that_drips_does_not_hang(monkeypatch):
+    """Every byte comes in time, the answer never."""
+    monkeypatch.setattr(checks, "_WHOLE_S", 0.5)
+    ended = threading.Event()
+
+    def drip(server):
+        with server.accept()[0] as connection, suppress(OSError):
+            while not ended.wait(0.05):
+                connection.sendall(b"H")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        threading.Timer(5, ended.set).start()
+        (fault,) = checks.check(Sglang, Sglang.Config(url=url), _planned())
+        ended.set()
+        thread.join()
+    assert fault.startswith(f"{url}/server_info gave no whole answer within 0.5 s")
+
+
+def test_check_of_an_interpreter_whose_child_holds_its_output_does_not_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "_SAID_S", 0.5)
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nsleep 8 &\necho $! > {tmp_path}/child\nsleep 8\n")
+    script.chmod(0o755)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"python was not done within 0\.5 s, or left a process"):
+        server.installed(str(script))
+    assert time.monotonic() - start < 6
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    with suppress(OSError):  # it is gone, or nobody has taken its status yet
+        assert child.read_text().split()[2] == "Z"
+
+
 def test_check_names_an_address_that_is_none():
     (fault,) = checks.check(Sglang, Sglang.Config(url="http://a b"), _planned())
     assert fault.startswith("http://a b cannot be reached: URL can't contain control characters")

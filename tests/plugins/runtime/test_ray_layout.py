@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles import Caller, ConfigError, Context, Settings, Spec, WorkerError, process_alive
-from miles_plugins.runtime.ray import MISSING, Ray, look
+from miles_plugins.runtime.ray import MISSING, Ray, cluster, look
 from miles_plugins.runtime.ray.cluster import reach, refusal
 from miles_plugins.runtime.ray.files import seen, shared, unseen
 from miles_plugins.runtime.ray.keeper import Keeper, own_address
@@ -165,13 +165,23 @@ def test_check_refuses_values_that_cannot_be_meant(config: Any, said: str) -> No
 def test_unreachable_address_is_told_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert reach(f"127.0.0.1:{port}") == ""
     said = reach(f"127.0.0.1:{port}")
     assert f"address '127.0.0.1:{port}' cannot be reached" in said and "ray start --head" in said
     with pytest.raises(ConfigError, match="cannot be reached"):
         Ray.check(Ray.Config(address=f"127.0.0.1:{port}"), planned())
     assert "a Ray client cannot place workers" in reach("ray://head:10001")
     assert "is none of local, auto, HOST:PORT" in reach("head")
+    assert "cannot be reached (" in reach("127.0.0.1:70000")
+
+
+def test_check_of_a_ray_address_that_accepts_and_says_nothing_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "_REACH_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = Ray.Config(address=f"127.0.0.1:{server.getsockname()[1]}", start_timeout_s=10.0)
+        with pytest.raises(ConfigError, match=r"says nothing in 0\.2 s, so it is no head of Ray"):
+            Ray.check(config, planned())
 
 
 # ---------------------------------------------------------------- files
