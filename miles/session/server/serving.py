@@ -72,7 +72,7 @@ def _bound(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # a port above 65535 overflows
         listener.close()
         raise ConfigError(
             f"session server: cannot listen on {host}:{port}: {error}; choose another "

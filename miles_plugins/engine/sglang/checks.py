@@ -307,6 +307,13 @@ def _own_faults(config: Any, planned: Any) -> Iterator[str]:
         if fault := sources.own_head(python, config.environment, model.hf_config()):
             yield fault
     servers = config.workers + engines_apart(planned)
+    if config.port and config.port + servers - 1 > (last := command.LAST_PORT):
+        yield (
+            f"port: {servers} servers from port {config.port} on need ports up to "
+            f"{config.port + servers - 1}, and {last} is the last; take at most "
+            f"engine.port={last + 1 - servers}, or engine.port=0, which takes free ones"
+        )
+        return
     runtime = planned.specs.get("runtime")
     if isinstance(runtime, Spec) and runtime.name != "local":
         yield from _placed_faults(config, runtime)  # it knows which machines there are

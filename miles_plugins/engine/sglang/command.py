@@ -11,7 +11,7 @@ from typing import Any
 
 from miles import ConfigError
 
-__all__ = ["DRAFTING", "OURS", "arguments", "devices", "flag_faults", "flags"]
+__all__ = ["DRAFTING", "LAST_PORT", "OURS", "arguments", "devices", "flag_faults", "flags"]
 
 OURS = frozenset(
     word
@@ -32,6 +32,8 @@ DRAFTING = frozenset(
 )
 """Algorithms of speculative decoding that some tested version has; which of them serve a model is
 for the server to say."""
+
+LAST_PORT = 65535
 
 _ON_CPU = {
     "attention_backend": "torch_native",
@@ -63,6 +65,8 @@ def flag_faults(config: Any) -> list[str]:
     for name in ("max_running", "max_len", "first_gpu"):
         if getattr(config, name) < 0:
             faults.append(f"{name}: {getattr(config, name)} is less than 0")
+    if not 0 <= config.port <= LAST_PORT:
+        faults.append(f"port: {config.port} is not from 0 (takes free ones) to {LAST_PORT}")
     if not 0 <= config.memory_fraction < 1:
         faults.append(f"memory_fraction: {config.memory_fraction} is not from 0 to below 1")
     if config.dp_attention and config.tp % config.dp:

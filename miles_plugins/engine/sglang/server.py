@@ -22,6 +22,7 @@ from typing import Any
 
 from miles import ConfigError, EngineError
 from miles_plugins.engine.sglang import guard
+from miles_plugins.engine.sglang.command import LAST_PORT
 from miles_plugins.engine.sglang.http import Http
 
 __all__ = ["Server", "Slot", "free_port", "installed", "location", "port_fault"]
@@ -65,6 +66,8 @@ class Slot:
 
 def port_fault(host: str, port: int) -> str:
     """Why nothing can listen there; empty when something can."""
+    if not 0 < port <= LAST_PORT:
+        return f"port {port} is not from 1 to {LAST_PORT}"
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -686,6 +686,19 @@ def test_check_names_ports_experts_and_urls(python):
     assert found == ["session.experts: the model has no experts to ask for"]
 
 
+@pytest.mark.parametrize(
+    ("port", "workers", "words"),
+    [
+        (70000, 1, "port: 70000 is not from 0 (takes free ones) to 65535"),
+        (-1, 1, "port: -1 is not from 0 (takes free ones) to 65535"),
+        (65535, 2, "port: 2 servers from port 65535 on need ports up to 65536, and 65535 is"),
+    ],
+)
+def test_check_of_a_port_that_is_none_is_one_fault_and_no_traceback(python, port, workers, words):
+    (fault,) = checks.check(Sglang, _config(python, port=port, workers=workers), _planned())
+    assert fault.startswith(words)
+
+
 def test_versions_outside_the_tested_range_and_mixed_ones_are_told():
     assert facts.doubt("0.5.16") == facts.doubt("0.5.23") == ""
     for version in ("0.5.15.post1", "0.5.24", "0.6.0"):

@@ -66,3 +66,8 @@ def test_serve_replies_do_not_wait_forty_milliseconds_for_an_acknowledgement():
     """Which they do when asyncio leaves Nagle's algorithm on, for want of a protocol's number."""
     with _bound("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_port_beyond_the_last_is_a_config_error_and_no_traceback():
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:70000: .*0-65535"):
+        _bound("127.0.0.1", 70000)
