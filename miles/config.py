@@ -269,6 +269,8 @@ def _stage(name: str, draft: Draft, registry: Registry) -> tuple[Stage | None, l
             resolved[kind] = {"name": spec.name, **spec.config} if spec else as_given
     if settings is None:
         return None, faults
+    if fault := settings.run.name_fault:
+        faults.append(fault)
     stage = Stage(
         name=name,
         settings=settings,

@@ -24,6 +24,16 @@ class RunKeys:
     """Name of this run's directory; empty makes one from the experiment that is asked for, or
     else the environment, and date and time."""
 
+    @property
+    def name_fault(self) -> str:
+        """Why `name` is not the name of one folder in `dir`; empty when it is, or there is none."""
+        if self.name in (".", "..") or not {"/", "\0"}.isdisjoint(self.name):
+            return (
+                f"run.name: {self.name!r} is not the name of one folder; take one without '/', "
+                "such as run.name=mine, and say by run.dir where that folder is to be"
+            )
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKeys:

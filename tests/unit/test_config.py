@@ -139,6 +139,16 @@ def test_whole_number_is_text_where_text_is_wanted():
     assert stage("run.name=20260101").settings.run.name == "20260101"
 
 
+@pytest.mark.parametrize("name", ["../../esc", "/tmp/esc", "a/b", "..", "."])
+def test_run_name_that_leaves_the_folder_of_runs_is_refused(name):
+    said = faults(*KEYS, f"run.name={name}")
+    assert said == (
+        f"run.name: {name!r} is not the name of one folder; take one without '/', such as "
+        "run.name=mine, and say by run.dir where that folder is to be"
+    )
+    assert stage("run.name=..a b.1").settings.run.name == "..a b.1"
+
+
 def test_mapping_override_sets_key_by_key():
     spec = stage("engine={max_len: 5, rows: 8}").specs["engine"]
     assert (spec.config["max_len"], spec.config["rows"]) == (5, 8)

@@ -35,6 +35,8 @@ for the server to say."""
 
 LAST_PORT = 65535
 
+_SECONDS = ("start_timeout_s", "timeout_s", "update_timeout_s", "silent_s", "connect_s")
+
 _ON_CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -65,6 +67,9 @@ def flag_faults(config: Any) -> list[str]:
     for name in ("max_running", "max_len", "first_gpu"):
         if getattr(config, name) < 0:
             faults.append(f"{name}: {getattr(config, name)} is less than 0")
+    for name in _SECONDS:
+        if not getattr(config, name) > 0:
+            faults.append(f"{name} is {getattr(config, name)}; it must be above 0")
     if not 0 <= config.port <= LAST_PORT:
         faults.append(f"port: {config.port} is not from 0 (takes free ones) to {LAST_PORT}")
     if not 0 <= config.memory_fraction < 1:

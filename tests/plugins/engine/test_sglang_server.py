@@ -697,6 +697,15 @@ def test_check_of_a_port_that_is_none_is_one_fault_and_no_traceback(python, port
     assert fault.startswith(words)
 
 
+@pytest.mark.parametrize("value", [0.0, -5.0, float("nan")])
+@pytest.mark.parametrize(
+    "name", ["start_timeout_s", "timeout_s", "update_timeout_s", "silent_s", "connect_s"]
+)
+def test_check_refuses_seconds_that_cannot_pass(python, name, value):
+    found = checks.check(Sglang, _config(python, **{name: value}), _planned())
+    assert found == [f"{name} is {value}; it must be above 0"]
+
+
 def test_versions_outside_the_tested_range_and_mixed_ones_are_told():
     assert facts.doubt("0.5.16") == facts.doubt("0.5.23") == ""
     for version in ("0.5.15.post1", "0.5.24", "0.6.0"):
