@@ -26,6 +26,7 @@ _OPEN = ("/health", "/ping")
 _LARGEST = 64 << 20  # bytes of a body: millions of token ids
 _DIGITS = 18  # of a version: what 64 bits hold
 _STOP_S = 5.0
+_TAGS = ("cuda_graph", "kv_cache", "weights")  # SGLang's kinds of memory
 
 
 class Native:
@@ -228,7 +229,8 @@ class Native:
             return web.Response(status=400, text="requests are running; nothing was flushed")
         async with self._turn:
             await self.engine.sleep()  # which gives its caches back
-            await self.engine.wake()
+            _check_tags(await _body(http))
+        await self.engine.wake()
         return web.Response(text="Cache flushed.")
 
     async def _update(self, http: web.Request) -> web.Response:
@@ -258,10 +260,12 @@ class Native:
         return web.json_response({"success": True, "message": "", "ranks": ranks})
 
     async def _release(self, http: web.Request) -> web.Response:
+        _check_tags(await _body(http))
         await self.engine.sleep()
         return web.json_response(None)
 
     async def _take_back(self, http: web.Request) -> web.Response:
+        _check_tags(await _body(http))
         await self.engine.wake()
         return web.json_response(None)
 
@@ -272,6 +276,13 @@ async def _body(http: web.Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise EngineError("the body is no object")
     return found
+
+
+def _check_tags(body: dict[str, Any]) -> None:
+    """Whatever is named, all memory goes and comes back. Raises `EngineError` for unknown tags."""
+    tags = body.get("tags") or []
+    if not isinstance(tags, list) or any(tag not in _TAGS for tag in tags):
+        raise EngineError(f"tags is {tags!r}; valid: a list of {', '.join(_TAGS)}; none is all")
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -245,6 +245,32 @@ def test_served_engine_aborts_by_id_and_refuses_what_it_cannot(served, checkpoin
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("tags", [["bananas"], ["weights", "bananas"], "weights", [["weights"]], 3])
+def test_memory_of_an_unknown_kind_is_refused_and_requests_go_on(
+    served, checkpoints, request_for, tags
+):
+    async def play():
+        async with served() as (client, _):
+            await client.load_directory(0, checkpoints[0])
+            url, headers = client._http.url, {"Authorization": f"Bearer {TOKEN}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                for path in ("release", "resume"):
+                    where = f"{url}/{path}_memory_occupation"
+                    async with http.post(where, json={"tags": tags}) as reply:
+                        said = (await reply.json())["error"]["message"]
+                        assert reply.status == 400
+                        assert f"tags is {tags!r}; valid: a list of cuda_graph, kv_cache" in said
+                async with asyncio.timeout(20):
+                    assert len((await client.generate(request_for(0, new=4))).tokens)
+                for body in ({}, {"tags": None}, {"tags": ["weights", "kv_cache", "cuda_graph"]}):
+                    for path in ("release", "resume"):
+                        where = f"{url}/{path}_memory_occupation"
+                        async with http.post(where, json=body) as reply:
+                            assert reply.status == 200
+
+    asyncio.run(play())
+
+
 def test_serve_command_whose_output_is_closed_does_not_blame_the_port(tiny, tmp_path, monkeypatch):
     stage = SimpleNamespace(settings=Settings())
     model = SimpleNamespace(directory=lambda: None)
