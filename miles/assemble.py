@@ -292,7 +292,7 @@ async def _first_health(engines: Engines, awaits: str, shared: Shared) -> Mappin
     """The first answer of new engines, whose servers may take minutes to start."""
 
     def say(text: str) -> None:
-        shared.tracking.moment("warned", {"text": text})
+        shared.tracking.moment("waited", {"text": text})
 
     async with told_while(f"engine: {awaits}", say=say):
         return await engines.health()

@@ -77,7 +77,8 @@ class Tracker(Protocol):
         """One moment: `run_started`, `stage_started`, `step_finished` (data is the flat metrics),
         `step_restored` (the same of the step that a resumed run goes on from, as it was at its
         checkpoint; it may have been told before), `evaluated`, `weights_published`,
-        `checkpoint_saved`, `warned`, `run_finished`. Plain values only."""
+        `checkpoint_saved`, `waited` (a start takes long), `warned`, `run_finished`. Plain values
+        only."""
 
     def close(self) -> None:
         """Flush; safe to call twice."""

@@ -197,4 +197,4 @@ def test_run_that_waits_for_a_server_to_start_says_so_instead_of_being_mute(
     )
     longest = asyncio.run(_place_engine(stage, plan.stages, Context(directory=tmp_path)))
     assert longest == 64
-    assert said[0][0] == "warned" and said[0][1].startswith(f"waiting for engine: {what}")
+    assert said[0][0] == "waited" and said[0][1].startswith(f"waiting for engine: {what}")

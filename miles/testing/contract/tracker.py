@@ -63,6 +63,7 @@ LIFE: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("evaluated", {"step": 0, "set": "heldout", "skipped": "no tasks"}),
     ("weights_published", {"version": 1, "digest": "ab", "bytes": 10, "seconds": 0.1}),
     ("step_finished", METRICS),
+    ("waited", {"text": "waiting for engine: its server starts (5 s so far)"}),
     ("warned", {"text": "a mismatch over its budget"}),
     ("checkpoint_saved", {"step": 1, "directory": "runs/x/checkpoints/step_000001"}),
     ("run_finished", {"directory": "runs/x", "outcome": "finished", "seconds": 1.5}),

@@ -62,6 +62,8 @@ class Console:
             self._evaluated(data)
         elif name == "warned":
             self._warn(str(data["text"]))
+        elif name == "waited":
+            self._say(str(data["text"]))
         elif name == "run_finished":
             self.close()
             self._say(summary(self._progress))

@@ -94,6 +94,18 @@ def test_console_says_how_many_warnings_it_hid(capsys: pytest.CaptureFixture[str
     assert out == ["warning: lag 1", "warning: lag 7 (2 like it not shown)"]
 
 
+def test_console_says_what_a_start_waits_for_and_counts_no_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tracker = make()
+    for seconds in (5, 10):
+        tracker.moment("waited", {"text": f"waiting for engine: its server starts ({seconds} s)"})
+    tracker.moment("run_finished", {"outcome": "finished", "directory": "x", "seconds": 65.0})
+    out = capsys.readouterr().out
+    assert out.count("waiting for engine: its server starts") == 2
+    assert "warning" not in out
+
+
 def test_console_draws_a_panel_on_a_terminal() -> None:
     main, side = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
