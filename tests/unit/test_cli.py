@@ -480,14 +480,14 @@ def test_new_refuses_to_overwrite_and_to_take_a_name(miles, tmp_path):
 
 @pytest.mark.slow
 def test_sweep_runs_every_combination_and_fails_with_one(tmp_path, capfd):
-    (tmp_path / "file").write_text("")
-    code = sweep(
-        ["seed=1,2", "run.name=mine", f"run.dir={tmp_path / 'file'}"], registry=Registry.load()
-    )
+    for number in range(2):
+        (tmp_path / f"mine-{number}").mkdir()
+        (tmp_path / f"mine-{number}" / "config.json").write_text("{}")  # as of a run before
+    code = sweep(["seed=1,2", "run.name=mine", f"run.dir={tmp_path}"], registry=Registry.load())
     said = capfd.readouterr()
     assert code == 1
     assert "job 1 of 2: seed=1" in said.out
-    assert said.err.count("run.dir: cannot create") == 2
+    assert said.err.count("already holds a run") == 2
     rows = [line.split() for line in said.out.splitlines() if line.startswith("mine-")]
     assert [row[:3] for row in rows] == [["mine-0", "seed=1", "2"], ["mine-1", "seed=2", "2"]]
 
