@@ -271,6 +271,23 @@ def test_memory_of_an_unknown_kind_is_refused_and_requests_go_on(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("body", [{"tags": ["bananas"]}, [], None])
+def test_cache_that_is_flushed_leaves_the_engine_awake_whatever_the_body(
+    served, checkpoints, request_for, body
+):
+    async def play():
+        async with served() as (client, _):
+            await client.load_directory(0, checkpoints[0])
+            url, headers = client._http.url, {"Authorization": f"Bearer {TOKEN}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                async with http.post(f"{url}/flush_cache", json=body) as reply:
+                    assert reply.status == 200
+                async with asyncio.timeout(20):
+                    assert len((await client.generate(request_for(0, new=4))).tokens)
+
+    asyncio.run(play())
+
+
 def test_serve_command_whose_output_is_closed_does_not_blame_the_port(tiny, tmp_path, monkeypatch):
     stage = SimpleNamespace(settings=Settings())
     model = SimpleNamespace(directory=lambda: None)
