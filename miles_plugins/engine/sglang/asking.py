@@ -56,7 +56,7 @@ class Asking:
         self._open.set()
         self._none = asyncio.Event()  # nothing runs
         self._none.set()
-        self._failed: dict[str, str] = {}  # faults by routing key since the last good answer
+        self._failed: dict[str, str] = {}  # the first faults by routing key since a good answer
         self._began = 0.0
         self._broken = ""
         self.running: dict[str, str] = {}
@@ -159,7 +159,7 @@ class Asking:
         if len(self._failed) < _FAILED:
             return ""
         last = list(self._failed.values())[-1]
-        return f"none of its last answers, to {len(self._failed)} routing keys, was good: {last}"
+        return f"none of its last answers, to {_FAILED} routing keys and more, was good: {last}"
 
     @contextmanager
     def _judged(self, key: str) -> Iterator[None]:
@@ -169,7 +169,8 @@ class Asking:
             yield
         except EngineError as error:
             others = (Shared, wording.Answered, wording.Unreachable)
-            if isinstance(error, wording.Failed) or not isinstance(error, others):
+            its_own = isinstance(error, wording.Failed) or not isinstance(error, others)
+            if its_own and len(self._failed) < _FAILED:
                 self._failed[key] = str(error)
             raise
         self._failed.clear()

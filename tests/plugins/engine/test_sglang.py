@@ -597,8 +597,11 @@ def test_sglang_server_of_ours_that_answers_nothing_well_is_unwell(play, how):
         await fail(7)
         client._watch._server = ours
         await client.health()
-        await fail(8)
-        said = r"none of its last answers, to 8 routing keys, was good: .*(HTTP 500|log-prob)"
+        await fail(12)
+        assert len(client._asking._failed) == 8  # of a server that fails for days, too
+        said = (
+            r"none of its last answers, to 8 routing keys and more, was good: .*(HTTP 500|log-prob)"
+        )
         for call in (client.version, client.health):
             with pytest.raises(EngineError, match=said):
                 await call()
